@@ -1,0 +1,137 @@
+"""What the driver says about each GPU, whichever way it was asked.
+
+Memory is in MiB (NVML v2: the driver's reserved memory is not counted as used), power in watts. A value
+that could not be read is None, and `errors` says why in the driver's words; None is never zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Iterable, Mapping
+
+if TYPE_CHECKING:
+    from .deadline import Deadline
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that the driver lists on a GPU; `used_mib` is None where the driver does not tell."""
+
+    pid: int
+    used_mib: int | None
+    kind: str  # 'compute' | 'graphics'
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as read. `index` is NVML's, `minor` the number in /dev/nvidia<minor>: they may differ."""
+
+    index: int
+    uuid: str
+    minor: int | None
+    name: str
+    pci_bus_id: str
+    compute_capability: str | None  # '12.0'
+    total_mib: int | None
+    used_mib: int | None
+    free_mib: int | None
+    reserved_mib: int | None
+    utilization_percent: int | None
+    power_watts: float | None
+    mig: bool | None
+    processes: tuple[GpuProcess, ...] | None  # None: could not be read
+    errors: dict[str, str] = field(default_factory=dict)  # field or 'gpu' -> the driver's words
+
+
+@dataclass(frozen=True)
+class Readings:
+    """All GPUs of the host at one moment; `error` says why nothing could be read."""
+
+    source: str  # 'nvml' | 'nvidia-smi' | 'none'
+    driver_version: str | None
+    nvml_version: str | None
+    gpus: tuple[Gpu, ...]
+    error: str | None
+
+
+class UnknownGpu(ValueError):
+    """A GPU was asked for that the host does not have; the text says what is there."""
+
+
+def to_json(readings: Readings) -> dict[str, Any]:
+    """Plain lists and dictionaries, as from_json takes them."""
+    return asdict(readings)
+
+
+def from_json(data: Mapping[str, Any]) -> Readings:
+    """The inverse of to_json, also after a trip through JSON text."""
+    gpus = []
+    for item in data['gpus']:
+        values = dict(item)
+        processes = values.pop('processes')
+        gpus.append(Gpu(processes=None if processes is None else tuple(GpuProcess(**one) for one in processes),
+                        **values))
+    return Readings(source=data['source'], driver_version=data['driver_version'],
+                    nvml_version=data['nvml_version'], gpus=tuple(gpus), error=data['error'])
+
+
+def normal_pci(text: str) -> str:
+    """A PCI id in one spelling: '00000000:3B:00.0' (NVML's) and '0000:3b:00.0' (Linux's) become equal."""
+    domain, separator, rest = text.strip().lower().rpartition(':')[0].rpartition(':')
+    tail = text.strip().lower().rpartition(':')[2]
+    if not separator:
+        domain, rest = '', rest or domain
+    if '.' not in tail:
+        return text.strip().lower()
+    try:
+        return '%04x:%02x:%s' % (int(domain or '0', 16), int(rest, 16), tail)
+    except ValueError:
+        return text.strip().lower()
+
+
+def select(readings: Readings, wanted: Iterable[object]) -> list[Gpu]:
+    """The GPUs named by index, UUID or PCI id, in NVML's order; all of them when nothing is named.
+
+    Raises UnknownGpu with one sentence that lists what is there.
+    """
+    names = [str(one).strip() for one in wanted]
+    if not names:
+        return list(readings.gpus)
+    chosen: set[int] = set()
+    for name in names:
+        found = [gpu.index for gpu in readings.gpus if _is(gpu, name)]
+        if not found:
+            raise UnknownGpu('GPU %s is not on this host; it has %s: name them by index, UUID or PCI id.'
+                             % (name, _listing(readings)))
+        chosen.update(found)
+    return [gpu for gpu in readings.gpus if gpu.index in chosen]
+
+
+def _is(gpu: Gpu, name: str) -> bool:
+    if name.isdigit():
+        return gpu.index == int(name)
+    if name.lower().startswith('gpu-'):
+        return gpu.uuid.lower() == name.lower()
+    return bool(gpu.pci_bus_id) and normal_pci(gpu.pci_bus_id) == normal_pci(name)
+
+
+def _listing(readings: Readings) -> str:
+    if not readings.gpus:
+        return 'no GPU that can be read (%s)' % readings.error if readings.error else 'no GPU'
+    return ', '.join('%d (%s, %s)' % (gpu.index, gpu.uuid or 'UUID unreadable', gpu.pci_bus_id or 'PCI id unreadable')
+                     for gpu in readings.gpus)
+
+
+def read(deadline: Deadline) -> Readings:
+    """One look at all GPUs: through nvidia-ml-py where it can be imported, else through nvidia-smi.
+
+    Never raises for what driver or tools do, never outlives the deadline. A caller that looks more than
+    once should keep an nvml.Reader, which pays NVML's start (about 100 ms) once.
+    """
+    from .nvml import Reader  # here, since nvml.py builds on this file
+
+    reader = Reader()
+    try:
+        return reader.read(deadline)
+    finally:
+        reader.close()
