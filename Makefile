@@ -1,0 +1,78 @@
+# Two commands: `make demo` shows a reset on a simulated GPU host, `make test` passes everything.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The newest Python from 3.11 on that is installed; ansible-core 2.19 still runs on 3.11.
+BASE_PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+REQUIREMENTS := requirements.txt requirements-dev.txt
+STAMP := .venv/.installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
+SIMULATED_HOST ?= .simulated-host
+SCENARIO ?= all
+PYTEST_ARGS ?=
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants clean
+
+help:  ## Show these targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
+
+setup: $(STAMP)  ## Create .venv with what the control node and the tests need
+
+$(STAMP): $(REQUIREMENTS)
+	@if [ -z "$(BASE_PYTHON)" ]; then \
+	  echo 'Python 3.11 or newer with venv is missing. Debian, Ubuntu: sudo apt-get install python3 python3-venv' >&2; exit 1; fi
+	@[ -x $(BIN)/python ] || $(BASE_PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@rm -f .venv/.installed-* && touch $@
+
+simulator: setup  ## Build the NVML double
+	@$(MAKE) --silent -C simulator/nvml
+
+simulator-start: simulator  ## Start a simulated host of 8 GPUs with a hung server
+	@$(BIN)/python -m simulator start --folder $(SIMULATED_HOST) --scenario hung
+
+simulator-stop:  ## Stop the simulated host
+	@[ ! -d $(SIMULATED_HOST) ] || $(BIN)/python -m simulator stop --folder $(SIMULATED_HOST)
+
+demo: simulator-start  ## Start the simulated host with a hung server and reset it
+	@$(BIN)/ansible-playbook -i inventory/simulated playbooks/reset.yml
+
+test: lint unit integration lab molecule  ## Everything: lint, unit, integration, lab hosts, molecule
+
+lint: setup  ## ruff, mypy, yamllint, ansible-lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/yamllint --strict .
+	$(BIN)/ansible-lint --offline --strict
+
+unit: setup  ## Unit tests
+	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+integration: simulator  ## Tests on the simulated host
+	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)
+
+# Without root or podman these say what is missing; in CI that is a failure.
+lab: simulator  ## Tests on real systemd hosts (root, podman)
+	@if .ci/lab-ready; then $(BIN)/python -m pytest tests/lab $(PYTEST_ARGS); else [ -z "$${CI:-}" ]; fi
+
+molecule: simulator  ## Molecule scenarios on real systemd hosts; SCENARIO=name for one
+	@if .ci/lab-ready; then molecule/run $(SCENARIO); else [ -z "$${CI:-}" ]; fi
+
+bench: simulator  ## Measure: ratios against the one-liner
+	$(BIN)/python -m pytest tests/bench -s $(PYTEST_ARGS)
+
+test-gpu: setup  ## Tests that need a real NVIDIA GPU
+	$(BIN)/python -m pytest tests/gpu -s $(PYTEST_ARGS)
+
+mutants: simulator  ## Put known faults in on purpose; each must make a test fail
+	$(BIN)/python -m tests.mutants
+
+clean: simulator-stop  ## Remove what was built (not artifacts/: those are your records)
+	@[ ! -f simulator/nvml/Makefile ] || $(MAKE) --silent -C simulator/nvml clean
+	rm -rf .venv .simulated-host .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible
