@@ -66,25 +66,34 @@ def to_json(readings: Readings) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> Readings:
     """The inverse of to_json, also after a trip through JSON text."""
     gpus = []
-    for item in data['gpus']:
+    for item in data["gpus"]:
         values = dict(item)
-        processes = values.pop('processes')
-        gpus.append(Gpu(processes=None if processes is None else tuple(GpuProcess(**one) for one in processes),
-                        **values))
-    return Readings(source=data['source'], driver_version=data['driver_version'],
-                    nvml_version=data['nvml_version'], gpus=tuple(gpus), error=data['error'])
+        processes = values.pop("processes")
+        gpus.append(
+            Gpu(
+                processes=None if processes is None else tuple(GpuProcess(**one) for one in processes),
+                **values,
+            )
+        )
+    return Readings(
+        source=data["source"],
+        driver_version=data["driver_version"],
+        nvml_version=data["nvml_version"],
+        gpus=tuple(gpus),
+        error=data["error"],
+    )
 
 
 def normal_pci(text: str) -> str:
     """A PCI id in one spelling: '00000000:3B:00.0' (NVML's) and '0000:3b:00.0' (Linux's) become equal."""
-    domain, separator, rest = text.strip().lower().rpartition(':')[0].rpartition(':')
-    tail = text.strip().lower().rpartition(':')[2]
+    domain, separator, rest = text.strip().lower().rpartition(":")[0].rpartition(":")
+    tail = text.strip().lower().rpartition(":")[2]
     if not separator:
-        domain, rest = '', rest or domain
-    if '.' not in tail:
+        domain, rest = "", rest or domain
+    if "." not in tail:
         return text.strip().lower()
     try:
-        return '%04x:%02x:%s' % (int(domain or '0', 16), int(rest, 16), tail)
+        return "%04x:%02x:%s" % (int(domain or "0", 16), int(rest, 16), tail)
     except ValueError:
         return text.strip().lower()
 
@@ -101,8 +110,10 @@ def select(readings: Readings, wanted: Iterable[object]) -> list[Gpu]:
     for name in names:
         found = [gpu.index for gpu in readings.gpus if _is(gpu, name)]
         if not found:
-            raise UnknownGpu('GPU %s is not on this host; it has %s: name them by index, UUID or PCI id.'
-                             % (name, _listing(readings)))
+            raise UnknownGpu(
+                "GPU %s is not on this host; it has %s: name them by index, UUID or PCI id."
+                % (name, _listing(readings))
+            )
         chosen.update(found)
     return [gpu for gpu in readings.gpus if gpu.index in chosen]
 
@@ -110,16 +121,18 @@ def select(readings: Readings, wanted: Iterable[object]) -> list[Gpu]:
 def _is(gpu: Gpu, name: str) -> bool:
     if name.isdigit():
         return gpu.index == int(name)
-    if name.lower().startswith('gpu-'):
+    if name.lower().startswith("gpu-"):
         return gpu.uuid.lower() == name.lower()
     return bool(gpu.pci_bus_id) and normal_pci(gpu.pci_bus_id) == normal_pci(name)
 
 
 def _listing(readings: Readings) -> str:
     if not readings.gpus:
-        return 'no GPU that can be read (%s)' % readings.error if readings.error else 'no GPU'
-    return ', '.join('%d (%s, %s)' % (gpu.index, gpu.uuid or 'UUID unreadable', gpu.pci_bus_id or 'PCI id unreadable')
-                     for gpu in readings.gpus)
+        return "no GPU that can be read (%s)" % readings.error if readings.error else "no GPU"
+    return ", ".join(
+        "%d (%s, %s)" % (gpu.index, gpu.uuid or "UUID unreadable", gpu.pci_bus_id or "PCI id unreadable")
+        for gpu in readings.gpus
+    )
 
 
 def read(deadline: Deadline) -> Readings:
