@@ -1,0 +1,1 @@
+"""A simulated GPU host: an NVML double, an nvidia-smi double and a stand-in for SGLang."""
