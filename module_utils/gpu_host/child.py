@@ -7,6 +7,7 @@ left to the kernel, not waited for, when its time is up.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,8 +16,9 @@ import signal
 import subprocess
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable
 
 from .deadline import Deadline
 
@@ -40,9 +42,7 @@ class Child:
         request_read, request_write = os.pipe()
         reply_read, reply_write = os.pipe()
         parent = os.getpid()
-        with (
-            warnings.catch_warnings()
-        ):  # 3.12 and later warn where threads run; the child makes no use of theirs
+        with warnings.catch_warnings():  # 3.12 and later warn where threads run; the child makes no use of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
@@ -228,8 +228,8 @@ def _run_child(
 
 
 def _detach(request: int, reply: int, parent: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
+    for trapped in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(trapped, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         if number not in (request, reply):
@@ -238,10 +238,8 @@ def _detach(request: int, reply: int, parent: int) -> None:
     os.closerange(3, low)
     os.closerange(max(3, low + 1), high)
     os.closerange(max(3, high + 1), _most_files())
-    try:  # die with the parent, also in the middle of a call that never looks at the pipe
+    with contextlib.suppress(OSError, AttributeError):  # die with the parent, also inside a call that hangs
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass
     if os.getppid() != parent:
         os._exit(0)
 

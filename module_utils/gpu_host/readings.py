@@ -6,8 +6,9 @@ that could not be read is None, and `errors` says why in the driver's words; Non
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .deadline import Deadline
@@ -133,6 +134,61 @@ def _listing(readings: Readings) -> str:
         "%d (%s, %s)" % (gpu.index, gpu.uuid or "UUID unreadable", gpu.pci_bus_id or "PCI id unreadable")
         for gpu in readings.gpus
     )
+
+
+def is_lost(words: str) -> bool:
+    """Whether NVML's words mean that the GPU is no longer on the bus."""
+    low = words.lower()
+    return "is lost" in low or "fallen off the bus" in low
+
+
+def whole_gpu(errors: Mapping[str, str]) -> dict[str, str]:
+    """The errors, with what concerns the whole GPU under 'gpu' as well: a lost GPU says so in any field."""
+    lost = next((words for words in errors.values() if is_lost(words)), "")
+    return {**({"gpu": lost} if lost else {}), **errors}
+
+
+# NVML's words in lower case, and what they mean and ask for.
+_TROUBLE = (
+    (
+        "driver not loaded",
+        "The NVIDIA driver is not loaded on this host: type `modprobe nvidia`, or install the driver",
+    ),
+    (
+        "couldn't communicate with the nvidia driver",
+        "The NVIDIA driver does not run on this host: type `modprobe nvidia`, or install the driver for this kernel",
+    ),
+    (
+        "version mismatch",
+        "The loaded NVIDIA driver and its libraries differ in version: reboot, or unload and load the nvidia modules",
+    ),
+    (
+        "shared library not found",
+        "There is no NVIDIA driver on this host (libnvidia-ml.so.1 is missing): install it, or,"
+        " in a container, pass it in",
+    ),
+    (
+        "couldn't find libnvidia-ml",
+        "There is no NVIDIA driver on this host (libnvidia-ml.so is missing): install it, or,"
+        " in a container, pass it in",
+    ),
+    ("permission", "This user may not open the GPUs: run as root (become: true), or give the guest the device nodes"),
+    ("no devices were found", "The NVIDIA driver runs but finds no GPU: look in `dmesg` for NVRM lines and in `lspci`"),
+    (
+        "unknown error",
+        "The NVIDIA driver fails without a reason: look in `dmesg` for NVRM lines; in a container the"
+        " device nodes may have been taken away (restart it)",
+    ),
+)
+
+
+def driver_trouble(words: str) -> str:
+    """One sentence on why no GPU can be read and what to do, with the driver's own words in brackets."""
+    said = " ".join(words.split()).rstrip(".")
+    for known, sentence in _TROUBLE:
+        if known in said.lower():
+            return f"{sentence} ({said})."
+    return f"The GPUs can't be read: look in `dmesg` for NVRM lines ({said or 'no reason given'})."
 
 
 def read(deadline: Deadline) -> Readings:
