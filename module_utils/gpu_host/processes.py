@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Callable, Optional, Protocol
+from typing import Callable, Protocol
 
 from .procfs import Process
 
@@ -67,11 +67,11 @@ INTERPRETER = re.compile(r"^(?:python|pypy)[\d.]*t?$")
 class Evidence(Protocol):
     """What is looked up only for a process in question; see ``procfs.Proc``."""
 
-    def environ(self, pid: int) -> Optional[dict[str, str]]: ...
+    def environ(self, pid: int) -> dict[str, str] | None: ...
 
-    def maps(self, pid: int) -> Optional[tuple[str, ...]]: ...
+    def maps(self, pid: int) -> tuple[str, ...] | None: ...
 
-    def open_files(self, pid: int) -> Optional[tuple[str, ...]]: ...
+    def open_files(self, pid: int) -> tuple[str, ...] | None: ...
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,7 @@ def classify(
             continue
         head = heads[-1]
         group = f"server-{head.pid}"
-        if pid in mains:
-            why = f"starts a server ({mains[pid]})"
-        else:
-            why = f"descends from server {head.pid}"
+        why = f"starts a server ({mains[pid]})" if pid in mains else f"descends from server {head.pid}"
         findings[pid] = Finding(process, "server", why, group, main=pid == head.pid)
 
     run_ids = _run_ids(findings, evidence)

@@ -15,6 +15,7 @@ PF_KTHREAD = 0x00200000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # Inode of the PID namespace that the kernel itself starts with (PROC_PID_INIT_INO in linux/proc_ns.h).
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+EXEC_SECONDS = 0.005  # longer than any exec shows an empty command line
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,14 @@ class Process:
 
     @property
     def name(self) -> str:
-        """A short name for people: the title, or the script or module that an interpreter runs."""
+        """A short name for people: the title, or the program and what it runs. No options, which may hold secrets."""
         if not self.argv:
             return self.comm
-        words = [PurePosixPath(self.argv[0]).name or self.argv[0], *self.argv[1:3]]
+        words = [PurePosixPath(self.argv[0]).name or self.argv[0]]
+        for word in self.argv[1:3]:
+            if word.startswith("-") and word not in ("-m", "-c"):
+                break
+            words.append(word)
         return " ".join(words)[:80]
 
     @property
@@ -94,9 +99,22 @@ class Proc:
         return sorted(int(name) for name in os.listdir(self.root) if name.isdigit())
 
     def snapshot(self) -> dict[int, Process]:
-        """Every process that can be seen, by pid. Processes that vanish meanwhile are left out."""
-        found = (self.process(pid) for pid in self.pids())
-        return {process.pid: process for process in found if process is not None}
+        """Every process that can be seen, by pid. Processes that vanish meanwhile are left out.
+
+        A process shows no command line for an instant while it is executing another program, and would be judged
+        as nobody: those without one are looked at twice.
+        """
+        found = {pid: process for pid in self.pids() if (process := self.process(pid)) is not None}
+        blank = [process.pid for process in found.values() if not process.argv and _should_have_words(process)]
+        if blank:
+            time.sleep(EXEC_SECONDS)
+            for pid in blank:
+                again = self.process(pid)
+                if again is None:
+                    del found[pid]
+                else:
+                    found[pid] = again
+        return found
 
     def process(self, pid: int) -> Process | None:
         """The process under this pid, or None when there is none."""
@@ -224,6 +242,10 @@ class Proc:
         """Start time in seconds since 1970. Not from /proc/uptime or btime: lxcfs falsifies both in a guest."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return booted + process.start_ticks / CLOCK_TICKS
+
+
+def _should_have_words(process: Process) -> bool:
+    return not process.kernel_thread and process.state not in ("Z", "X")
 
 
 def _words(raw: bytes) -> tuple[str, ...]:
