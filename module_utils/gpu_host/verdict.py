@@ -6,10 +6,11 @@ A value that could not be read never makes a GPU free.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from .readings import Gpu, GpuProcess, normal_pci
+from .readings import Gpu, GpuProcess, is_lost, normal_pci
 
 if TYPE_CHECKING:
     from .kernel_log import KernelEvent
@@ -44,7 +45,7 @@ class Sight:
     """What /proc says about the processes that the driver lists, and where we stand.
 
     `states` maps a pid to 'live', 'dead' (we would see it if it lived) or 'unseen' (it may live where we
-    can't look); a pid that is missing counts as unseen. `unkillable` are pids that outlived SIGKILL's deadline.
+    can't look); a pid that is missing counts as unseen. `unkillable`: pids that outlived SIGKILL's deadline.
     `guest`: we stand in a PID namespace that is not the machine's first, so owners may live outside of it.
     """
 
@@ -60,8 +61,8 @@ class Policy:
     """Bounds in MiB, seconds and percent.
 
     `utilization` holds earlier samples of this GPU as (monotonic seconds, percent), the present one last:
-    a ghost latch needs at least three, all at `latch_percent` or more, over `latch_seconds` or more (the driver
-    averages over up to a second, so the load of a process that just died still shows).
+    a ghost latch needs at least three, all at `latch_percent` or more, over `latch_seconds` or more (the
+    driver averages over up to a second, so the load of a process that just died still shows).
     """
 
     free_mib: int = 64
@@ -84,40 +85,40 @@ class Verdict:
 
 
 def judge(gpu: Gpu, sight: Sight, policy: Policy, events: Iterable[KernelEvent] = ()) -> Verdict:
-    """The verdict on one GPU. `events` (kernel messages) only name a cause, they never make a GPU bad or good."""
+    """The verdict on one GPU. `events` (kernel messages) only name a cause: they never make a GPU bad or good."""
     unreadable = _unreadable(gpu, tuple(events))
     if unreadable is not None:
         return unreadable
-    processes = gpu.processes
-    if processes is None or gpu.used_mib is None:  # _unreadable speaks for both; this tells the type checker
-        raise AssertionError("processes and memory are known here")
+    used, processes = gpu.used_mib or 0, gpu.processes or ()  # both known, or _unreadable had spoken
     groups = _by_state(processes, sight)
-    stuck = sorted(set(groups["stuck"]) | (_stuck_elsewhere(gpu.used_mib, processes, sight, policy)))
+    stuck = groups["stuck"] or _stuck_unlisted(used, processes, sight, policy)
     if stuck:
-        return Verdict(
-            UNKILLABLE,
-            "Reboot the host: killing %s again does nothing while a call into the driver holds "
-            "it." % _pids(stuck),
-            stuck,
-            "%s outlived SIGKILL and holds GPU %d" % (_named(stuck, processes, sight), gpu.index),
-        )
+        cure = f"Reboot the host: {_pids(stuck)} can't be ended while a call into the driver holds it, so don't retry."
+        return Verdict(UNKILLABLE, cure, stuck, f"{_named(stuck, processes, sight)} outlived SIGKILL")
     if groups["live"]:
-        return _in_use(gpu, groups["live"], sight)
+        live = groups["live"]
+        cure = (
+            f"Stop {_pids(live)} (`kill {' '.join(map(str, live))}` if it is yours), or let the reset end it if it is"
+            " a leftover server."
+        )
+        return Verdict(IN_USE, cure, live, f"{used} MiB used by {_named(live, processes, sight)}")
     if groups["unseen"]:
-        return _unseen(gpu, groups["unseen"], sight)
+        return _unseen(groups["unseen"], sight)
     if groups["dead"]:
-        return _dead(gpu, groups["dead"])
+        dead = groups["dead"]
+        cure = f"Look again in a few seconds, and if {_pids(dead)} is still listed, {_gpu_reset(gpu)}."
+        return Verdict(DEAD_PID, cure, dead, f"NVML still lists {_pids(dead)}, which is dead; {used} MiB used")
     if groups["protected"]:
-        return _protected(gpu, processes, groups["protected"], sight, policy)
-    if gpu.used_mib > policy.free_mib:
-        return _unowned(gpu, gpu.used_mib, sight)
+        return _protected(gpu, used, processes, groups["protected"], sight, policy)
+    if used > policy.free_mib:
+        return _unowned(gpu, used, sight)
     if latch_suspected(gpu, policy) and _latched(policy):
-        return _latch(gpu, policy)
-    return Verdict(FREE, "", [], "%d MiB used, no process" % gpu.used_mib)
+        return _latch(gpu, used, policy)
+    return Verdict(FREE, "", [], f"{used} MiB used, no process")
 
 
 def latch_suspected(gpu: Gpu, policy: Policy) -> bool:
-    """Whether an empty GPU is busy enough to look at it for `latch_seconds` before it is called free."""
+    """Whether an empty GPU is so busy that it must be watched for `latch_seconds` before it is called free."""
     return (
         not gpu.processes
         and gpu.used_mib is not None
@@ -130,231 +131,161 @@ def latch_suspected(gpu: Gpu, policy: Policy) -> bool:
 def settled(gpu: Gpu, policy: Policy) -> bool:
     """Whether another sample of utilization could no longer change the verdict on this GPU.
 
-    A caller that polls goes on while this is false: an empty GPU at full load is either the afterglow of a
-    process that just died or a ghost latch, and only time tells.
+    A caller that polls goes on while this is false: an empty GPU at full load is either the afterglow of a process
+    that just died or a ghost latch, and only time tells.
     """
-    return not latch_suspected(gpu, policy) or not _all_busy(policy) or _latched(policy)
-
-
-def _all_busy(policy: Policy) -> bool:
-    return all(percent is not None and percent >= policy.latch_percent for _, percent in policy.utilization)
+    return not latch_suspected(gpu, policy) or _latched(policy)
 
 
 def _latched(policy: Policy) -> bool:
-    samples = policy.utilization
-    return len(samples) >= 3 and _all_busy(policy) and samples[-1][0] - samples[0][0] >= policy.latch_seconds
+    """Whether the last samples, as far back as they are all busy, span the time that a latch needs."""
+    busy: list[float] = []
+    for seconds, percent in reversed(policy.utilization):
+        if percent is None or percent < policy.latch_percent:
+            break
+        busy.append(seconds)
+    return len(busy) >= 3 and busy[0] - busy[-1] >= policy.latch_seconds
 
 
 def _by_state(processes: tuple[GpuProcess, ...], sight: Sight) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {"stuck": [], "live": [], "protected": [], "dead": [], "unseen": []}
     for pid in sorted({process.pid for process in processes}):
         state = sight.states.get(pid, "unseen")
-        if pid in sight.unkillable and state == "live":
+        if state == "live" and pid in sight.unkillable:
             state = "stuck"
-        elif pid in sight.protected and state == "live":
+        elif state == "live" and pid in sight.protected:
             state = "protected"
         groups[state if state in groups else "unseen"].append(pid)
     return groups
 
 
-def _stuck_elsewhere(used: int, processes: tuple[GpuProcess, ...], sight: Sight, policy: Policy) -> set[int]:
-    """A process that dies inside the driver leaves NVML's list before its memory does."""
+def _stuck_unlisted(used: int, processes: tuple[GpuProcess, ...], sight: Sight, policy: Policy) -> list[int]:
+    """A process that dies inside the driver leaves NVML's list before its memory goes."""
     if processes or used <= policy.free_mib:
-        return set()
-    return {pid for pid in sight.unkillable if sight.states.get(pid) == "live"}
+        return []
+    return sorted(pid for pid in sight.unkillable if sight.states.get(pid) == "live")
 
 
-def _in_use(gpu: Gpu, pids: list[int], sight: Sight) -> Verdict:
-    return Verdict(
-        IN_USE,
-        "Stop %s (`kill %s` when it is yours), or let the reset end it if it is a leftover server."
-        % (_pids(pids), " ".join(map(str, pids))),
-        pids,
-        "%s MiB used by %s" % (gpu.used_mib, _named(pids, gpu.processes or (), sight)),
-    )
-
-
-def _unseen(gpu: Gpu, pids: list[int], sight: Sight) -> Verdict:
-    seen = "NVML lists pid %s, which %s" % (
-        ", ".join(map(str, pids)),
-        "is not in this guest" if sight.guest else "this user can't see in /proc",
-    )
+def _unseen(pids: list[int], sight: Sight) -> Verdict:
     if sight.guest:
-        return Verdict(
-            OTHER_NAMESPACE,
-            "Run the reset with gpu_hypervisor set to the machine that runs this guest: "
-            "the owner lives in another container or guest, which only the hypervisor sees.",
-            pids,
-            seen,
+        cure = (
+            "Set gpu_hypervisor to the machine that runs this guest and reset again: the owner lives in another"
+            " container or guest, where only that machine can end it."
         )
-    return Verdict(
-        UNKNOWN,
-        "Run again as root (become: true): /proc hides the processes of other users from this one.",
-        pids,
-        seen,
-    )
-
-
-def _dead(gpu: Gpu, pids: list[int]) -> Verdict:
-    return Verdict(
-        DEAD_PID,
-        "Look again in a few seconds; if pid %s is still listed, %s."
-        % (", ".join(map(str, pids)), _gpu_reset(gpu)),
-        pids,
-        "NVML still lists %s with %s MiB, and no such process is alive" % (_pids(pids), gpu.used_mib),
-    )
+        return Verdict(OTHER_NAMESPACE, cure, pids, f"NVML lists {_pids(pids)}, which is not in this guest")
+    cure = "Run again as root (become: true): /proc hides other users' processes from this one."
+    return Verdict(UNKNOWN, cure, pids, f"NVML lists {_pids(pids)}, which this user can't see")
 
 
 def _protected(
-    gpu: Gpu, processes: tuple[GpuProcess, ...], pids: list[int], sight: Sight, policy: Policy
+    gpu: Gpu, used: int, processes: tuple[GpuProcess, ...], pids: list[int], sight: Sight, policy: Policy
 ) -> Verdict:
-    used = gpu.used_mib or 0
     names = _named(pids, processes, sight)
     if used <= policy.protected_mib:
-        return Verdict(PROTECTED_ONLY, "", pids, "%d MiB used, only by protected %s" % (used, names))
+        return Verdict(PROTECTED_ONLY, "", pids, f"{used} MiB used, only protected {names}")
     shares = [process.used_mib for process in processes]
     owned = sum(share for share in shares if share is not None)
     if None not in shares and used - owned > policy.protected_mib:
         return _unowned(gpu, used - owned, sight)
-    return Verdict(
-        IN_USE,
-        "Stop protected %s by its own service, or raise protected_mib (now %d) if it may hold that "
-        "much." % (_pids(pids), policy.protected_mib),
-        pids,
-        "%d MiB used by protected %s" % (used, names),
+    cure = (
+        f"Stop protected {_pids(pids)} by its own service, or raise protected_mib (now {policy.protected_mib}) if it"
+        " may hold that much."
     )
+    return Verdict(IN_USE, cure, pids, f"{used} MiB used by protected {names}")
 
 
 def _unowned(gpu: Gpu, mib: int, sight: Sight) -> Verdict:
-    if "reserved_mib" in gpu.errors and gpu.reserved_mib is None:
-        return Verdict(
-            UNKNOWN,
-            "Upgrade nvidia-ml-py or the driver (510 or later), or set free_mib above what the idle "
-            "GPU shows: this reading counts the driver's own reserve as used.",
-            [],
-            "%d MiB used without a listed process, the driver's reserve included" % mib,
+    if gpu.reserved_mib is None and "reserved_mib" in gpu.errors:
+        cure = (
+            "Upgrade nvidia-ml-py or the driver (to 510 or later), or set free_mib above what the idle GPU shows: this"
+            " reading counts the driver's own reserve as used."
         )
+        return Verdict(UNKNOWN, cure, [], f"{mib} MiB used, the driver's reserve included, and no process listed")
     if sight.guest:
-        return Verdict(
-            UNOWNED_MEMORY,
-            "Run the reset with gpu_hypervisor set to the machine that runs this guest: either "
-            "the owner is in another PID namespace or the memory is orphaned, and only the hypervisor can "
-            "tell which.",
-            [],
-            "%d MiB used and no process listed" % mib,
+        cure = (
+            "Set gpu_hypervisor to the machine that runs this guest and reset again: either the owner is in another PID"
+            " namespace or the memory is orphaned, and only that machine can tell which."
         )
-    return Verdict(
-        UNOWNED_MEMORY,
-        "Reset again with repair: [probe]; if the memory stays, %s." % _gpu_reset(gpu),
-        [],
-        "%d MiB used and no process listed, though this host sees every process" % mib,
-    )
+        return Verdict(UNOWNED_MEMORY, cure, [], f"{mib} MiB used that no listed process owns")
+    cure = f"Reset again with repair: [probe], and if the memory stays, {_gpu_reset(gpu)}."
+    return Verdict(UNOWNED_MEMORY, cure, [], f"{mib} MiB used that no process of this machine owns")
 
 
-def _latch(gpu: Gpu, policy: Policy) -> Verdict:
-    seconds = policy.utilization[-1][0] - policy.utilization[0][0]
-    return Verdict(
-        GHOST_LATCH,
-        "Reset again with repair: [probe], which opens and closes a CUDA context on it; if it "
-        "stays busy, %s." % _gpu_reset(gpu),
-        [],
-        "%d %% busy for %.1f s with %d MiB used and no process"
-        % (gpu.utilization_percent or 0, seconds, gpu.used_mib or 0),
+def _latch(gpu: Gpu, used: int, policy: Policy) -> Verdict:
+    cure = (
+        "Reset again with repair: [probe], which opens and closes a CUDA context on it, and if it stays busy,"
+        f" {_gpu_reset(gpu)}."
     )
+    seen = f"{gpu.utilization_percent} % busy for {policy.latch_seconds:g} s or more with {used} MiB and no process"
+    return Verdict(GHOST_LATCH, cure, [], seen)
 
 
 def _gpu_reset(gpu: Gpu) -> str:
-    which = gpu.uuid or str(gpu.index)
+    which = _which(gpu)
     return (
-        "stop what uses the driver and type `nvidia-smi -pm 0 -i %s && nvidia-smi --gpu-reset -i %s` (refused while "
-        "persistence mode is on), and reboot where that is refused" % (which, which)
+        f"stop what uses the driver, type `nvidia-smi -pm 0 -i {which} && nvidia-smi --gpu-reset -i {which}`"
+        " (refused while persistence mode is on), and reboot where that is refused"
     )
+
+
+def _which(gpu: Gpu) -> str:
+    return gpu.uuid or gpu.pci_bus_id or str(gpu.index)
 
 
 def _unreadable(gpu: Gpu, events: tuple[KernelEvent, ...]) -> Verdict | None:
-    """The verdict on a GPU that does not tell what it holds, None when it does."""
+    """The verdict on a GPU that does not tell what it holds; None when it does."""
     whole = gpu.errors.get("gpu", "")
-    said = next((text for text in gpu.errors.values() if _is_lost(text)), "")
-    fallen = next(
-        (event for event in events if event.xid == 79 and _same_gpu(event.pci_bus_id, gpu.pci_bus_id)), None
-    )
-    if said or (fallen and (whole or gpu.used_mib is None)):
-        return Verdict(
-            LOST,
-            "Cold boot the host (power off, wait, power on): a warm reboot often does not bring back a "
-            "GPU that has fallen off the bus; if it is lost again, reseat or replace it.",
-            [],
-            "NVML says %s%s"
-            % (said or whole or "nothing", ", after Xid 79 in the kernel log" if fallen else ""),
+    said = next((words for words in gpu.errors.values() if is_lost(words)), "")
+    unread = gpu.used_mib is None or gpu.processes is None
+    fallen = any(event.xid == 79 and _same_gpu(event.pci_bus_id, gpu.pci_bus_id) for event in events)
+    if said or (fallen and (whole or unread)):
+        cure = (
+            "Cold boot the host (power off, wait, power on), since a warm reboot often does not bring back a GPU that"
+            " fell off the bus, and reseat or replace it if it falls off again."
         )
+        seen = f"NVML says: {said or whole or 'nothing'}{', and the kernel log has Xid 79' if fallen else ''}"
+        return Verdict(LOST, cure, [], seen)
     if whole:
-        return Verdict(UNKNOWN, _cure(gpu, whole), [], "the GPU can't be read: %s" % whole)
+        return Verdict(UNKNOWN, _cure(gpu, whole), [], f"the GPU can't be read: {whole}")
     if gpu.mig:
-        return Verdict(
-            UNKNOWN,
-            "Switch MIG off (`nvidia-smi -i %s -mig 0`) or leave this GPU out of gpus: its instances "
-            "can't be judged as one GPU." % (gpu.uuid or gpu.index),
-            [],
-            "MIG is on",
+        cure = (
+            f"Switch MIG off (`nvidia-smi -i {_which(gpu)} -mig 0`) or leave this GPU out of gpus: its instances can't"
+            " be judged as one GPU."
         )
-    if gpu.used_mib is None:
-        words = gpu.errors.get("memory", "no reason given")
-        if "not supported" in words.lower():
-            return Verdict(
-                UNKNOWN,
-                "Judge this host by its processes and `free -m`: the GPU shares the system's memory "
-                "and has none of its own to read.",
-                [],
-                "memory: %s (unified memory)" % words,
-            )
-        return Verdict(UNKNOWN, _cure(gpu, words), [], "memory can't be read: %s" % words)
-    if gpu.processes is None:
-        words = gpu.errors.get("processes", "no reason given")
-        return Verdict(
-            UNKNOWN,
-            _cure(gpu, words),
-            [],
-            "%d MiB used, and the list of processes can't be read: %s" % (gpu.used_mib, words),
-        )
+        return Verdict(UNKNOWN, cure, [], "MIG is on")
+    for what, value in (("memory", gpu.used_mib), ("processes", gpu.processes), ("mig", gpu.mig)):
+        if value is None:
+            words = gpu.errors.get(what, "no reason given")
+            return Verdict(UNKNOWN, _cure(gpu, words, what), [], f"{what} can't be read: {words}")
     return None
 
 
-def _cure(gpu: Gpu, words: str) -> str:
+def _cure(gpu: Gpu, words: str, field: str = "") -> str:
     low = words.lower()
     if "permission" in low:
         return "Run again as root (become: true), or give the guest this GPU's device nodes."
     if "requires reset" in low or "reset required" in low:
-        return "The driver asks for a reset of this GPU: %s." % _gpu_reset(gpu)
+        return f"Reset the GPU, as the driver asks: {_gpu_reset(gpu)}."
     if "mismatch" in low:
         return "Reboot, or unload and load the nvidia modules: the loaded driver and its libraries differ in version."
-    if "not answer" in low or "not read" in low:
+    if "not answer" in low or "died in" in low:
+        return "Look in `dmesg` for Xid lines, and reboot if `nvidia-smi` hangs by hand too."
+    if "not supported" in low and field == "memory":
         return (
-            "Look in `dmesg` for Xid lines and reboot if `nvidia-smi` hangs too: the driver does not answer."
+            "Judge this host by its processes and `free -m`: the GPU shares the system's memory (unified memory) and"
+            " has none of its own to read."
         )
     if "not supported" in low:
-        return "Ask `nvidia-smi -q -i %s` by hand: this driver does not offer that reading." % (
-            gpu.uuid or gpu.index
-        )
-    return "Look in `dmesg` for NVRM lines, then reboot if `nvidia-smi -i %s` fails too." % (
-        gpu.uuid or gpu.index
-    )
-
-
-def _is_lost(words: str) -> bool:
-    low = words.lower()
-    return "is lost" in low or "fallen off the bus" in low
+        return f"Type `nvidia-smi -q -i {_which(gpu)}` to see what this driver offers: it does not give that reading."
+    return f"Look in `dmesg` for NVRM lines, and reboot if `nvidia-smi -i {_which(gpu)}` fails by hand too."
 
 
 def _same_gpu(one: str, other: str) -> bool:
     """Xid lines name a GPU without its function: 0000:3b:00."""
-    return (
-        bool(one)
-        and bool(other)
-        and (
-            normal_pci(one if "." in one else one + ".0").rpartition(".")[0]
-            == normal_pci(other).rpartition(".")[0]
-        )
-    )
+    if not one or not other:
+        return False
+    full = one if "." in one else one + ".0"
+    return normal_pci(full).rpartition(".")[0] == normal_pci(other).rpartition(".")[0]
 
 
 def _pids(pids: Iterable[int]) -> str:
@@ -364,12 +295,9 @@ def _pids(pids: Iterable[int]) -> str:
 
 def _named(pids: Iterable[int], processes: tuple[GpuProcess, ...], sight: Sight) -> str:
     used = {process.pid: process.used_mib for process in processes}
-    return ", ".join(
-        "%s (pid %d%s)"
-        % (
-            sight.names.get(pid) or "process",
-            pid,
-            "" if used.get(pid) is None else ", %d MiB" % (used[pid] or 0),
-        )
-        for pid in pids
-    )
+    words = []
+    for pid in pids:
+        size = used.get(pid)
+        name = sight.names.get(pid) or "process"
+        words.append(f"{name} (pid {pid})" if size is None else f"{name} (pid {pid}, {size} MiB)")
+    return ", ".join(words)
