@@ -125,6 +125,7 @@ class HostLock:
         if number is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(number, 0)
+                fcntl.flock(number, fcntl.LOCK_UN)  # closing alone would leave it to a child that is just being forked
             os.close(number)
 
     @property

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -55,7 +56,7 @@ def test_a_second_reset_waits_until_the_first_gives_the_lock_back(tmp_path: Path
     assert holder(str(tmp_path)) == Holder()
 
 
-def test_a_forked_child_that_outlives_the_reset_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_a_lock_given_back_is_free_even_while_a_child_is_being_forked(tmp_path: Path) -> None:
     lock = HostLock(str(tmp_path), "first").acquire()
     read, write = os.pipe()
     child = os.fork()
@@ -70,6 +71,33 @@ def test_a_forked_child_that_outlives_the_reset_does_not_keep_the_lock(tmp_path:
         os.close(write)
         os.close(read)
         os.waitpid(child, 0)
+
+
+HOLD_AND_FORK = """
+import os, sys, time
+sys.path.insert(0, sys.argv[2])
+from gpu_host.host_lock import HostLock
+lock = HostLock(sys.argv[1], "killed", "bob").acquire()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_forked_child_that_outlives_a_killed_reset_does_not_keep_the_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path), MODULES]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        with HostLock(str(tmp_path), "second", timeout=5):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 LIST_OPEN_FILES = """
