@@ -1,0 +1,1 @@
+"""The machinery of the stand-in. Real SGLang has no package of this name."""

@@ -1,0 +1,275 @@
+"""The server's main process: starts the workers, waits for them, serves, drains, and ends the tree."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from . import arguments as args
+from . import device
+from .detokenizer import run_controller_process, run_detokenizer_process
+from .log import Log, raw
+from .scheduler import recorded_failure, run_scheduler_process
+from .settings import Settings
+
+ARGUMENT_FAILURES = ("topk-missing", "steps-missing-topk-given", "kernel-package-missing", "common-ops-cannot-load-libcuda")
+
+
+def run(argv: list, program: str) -> int:
+    """Start the server and serve until it ends; returns the exit status where it does not kill itself."""
+    settings = Settings()
+    log = Log()
+    if settings.ignore_term:
+        # A handler, not SIG_IGN, which children would inherit.
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    if program == "launch_server.py":
+        raw(
+            "/opt/sglang/lib/sglang/launch_server.py:56: UserWarning: 'python -m sglang.launch_server' is still "
+            "supported, but 'sglang serve' is the recommended entrypoint.\n"
+            "  Example: sglang serve --model-path <model> [options]\n  warnings.warn(\n"
+        )
+    try:
+        arguments = args.parse(argv, settings.version)
+    except args.Refused as refused:
+        raw(f"usage: {program} [-h] --model-path MODEL_PATH ...\n{program}: error: {refused}\n")
+        return 2
+    failure = args.refusal(arguments) or (settings.fail if settings.fail in ARGUMENT_FAILURES else "")
+    if failure:
+        log.line(f"kill_process_tree called: parent_pid={os.getpid()}, include_parent=False, pid={os.getpid()}")
+        raw(recorded_failure(failure))
+        return 1
+    args.fill_speculation(arguments)
+    log.line(
+        "Multimodal feature transport auto-resolved to cuda_ipc (single-node CUDA). "
+        "Pass --mm-feature-transport=cpu to opt out."
+    )
+    log.line(
+        "Using CUDA IPC for multimodal features: reserving up to 1024 MiB on base GPU 0 across 1 tokenizer worker(s). "
+        "This reduces KV cache headroom; a full pool falls back to CPU transport."
+    )
+    log.line("Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit")
+    log.line(args.described(arguments, settings.version))
+    log.line("Using default HuggingFace chat template with detected content format: string")
+    nodes = [] if settings.no_gpu else device.open_nodes(settings.device_folder)
+    server = Server(arguments, settings, log)
+    try:
+        return server.run(argv)
+    finally:
+        del nodes
+
+
+class Server:
+    """The tree and its state."""
+
+    def __init__(self, arguments: dict, settings: Settings, log: Log) -> None:
+        self.arguments, self.settings, self.log = arguments, settings, log
+        self.model = args.Model(arguments, settings.max_context)
+        self.schedulers: list = []
+        self.detokenizer = None
+        self.started_at = time.monotonic()
+        self.phase = "launch"
+
+    def run(self, argv: list) -> int:
+        """Start everything and serve."""
+        os.environ["SGLANG_RUN_ID"] = f"sglang-run-{time.time()}-{random.randint(0, 100000000)}"
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+        signal.signal(signal.SIGQUIT, self._on_sigquit)
+        ready, frontend = self._spawn()
+        infos = self._wait_for_schedulers(ready)
+        if infos is None:
+            kill_process_tree(self.log, include_parent=False)
+            raw("Traceback (most recent call last):\nEOFError\n")
+            # A multiprocessing parent would wait for its children here; they are killed already.
+            os._exit(1)
+        self._leave_shared_memory()
+        from .web import serve
+
+        startup = {**infos[0]["startup_time"], "tokenizer_e2e": time.monotonic() - self.started_at}
+        graphs = ", ".join(f"{name}={seconds:.2f}" for name, seconds in startup["cuda_graph"].items())
+        self.log.line(
+            f"Engine startup timings (s): load_weight={startup['load_weight']:.2f}, "
+            f"kv_cache_allocation={startup['kv_cache_allocation']:.2f}, scheduler_e2e={startup['scheduler_e2e']:.2f}, "
+            f"cuda_graph={{{graphs}}}, tokenizer_e2e={startup['tokenizer_e2e']:.2f}"
+        )
+        return serve(self, frontend, infos, startup, argv)
+
+    # Start
+
+    def _spawn(self):
+        """One scheduler a rank, then the detokenizer. Returns the ready pipes and what the front end talks through."""
+        context = multiprocessing.get_context("spawn")
+        tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
+        ranks = [(replica, rank) for replica in range(data) for rank in range(tensor)]
+        ready: list = []
+        frontend = {"requests": [], "control": []}
+        detokenizer_inputs, theirs = [], []
+        if data > 1:
+            controller = context.Process(target=run_controller_process)
+            controller.start()
+        for replica in range(data):
+            links = [context.Pipe() for _ in range(tensor - 1)]
+            for rank in range(tensor):
+                ours, writer = context.Pipe(duplex=False)
+                plan = self._plan(replica, rank, writer, last=(replica, rank) == ranks[-1])
+                theirs.append(writer)
+                if rank == 0:
+                    plan["requests"], to_scheduler = context.Pipe(duplex=False)
+                    from_scheduler, plan["outputs"] = context.Pipe(duplex=False)
+                    control, plan["control"] = context.Pipe(duplex=False)
+                    plan["peers"] = [link[0] for link in links]
+                    frontend["requests"].append(to_scheduler)
+                    frontend["control"].append(control)
+                    detokenizer_inputs.append(from_scheduler)
+                    theirs += [plan["requests"], plan["outputs"], plan["control"], from_scheduler, *plan["peers"]]
+                else:
+                    plan["peers"] = [links[rank - 1][1]]
+                    theirs += plan["peers"]
+                process = context.Process(target=run_scheduler_process, args=(plan,))
+                process.start()
+                self.schedulers.append(process)
+                ready.append(ours)
+        frontend["outputs"], output = context.Pipe(duplex=False)
+        self.detokenizer = context.Process(target=run_detokenizer_process, args=(detokenizer_inputs, output))
+        self.detokenizer.start()
+        # Only the children's copies may stay open, or nobody would see them end.
+        for pipe in [*theirs, output]:
+            pipe.close()
+        return ready, frontend
+
+    def _plan(self, replica: int, rank: int, writer, last: bool) -> dict:
+        tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
+        prefix = (f" DP{replica}" if data > 1 else "") + (f" TP{rank}" if tensor > 1 else "")
+        number = replica * tensor + rank
+        return {
+            "arguments": self.arguments,
+            "model": {
+                "architecture": self.model.architecture,
+                "draft_architecture": self.model.draft_architecture,
+                "context": self.model.context,
+                "draft_context": self.model.draft_context,
+                "draft_too_short": self.model.draft_too_short(),
+                "shards": self.model.shards,
+            },
+            "main_pid": os.getpid(),
+            "tp_rank": rank,
+            "dp_rank": replica,
+            "ordinal": self.arguments["base_gpu_id"] + number * self.arguments["gpu_id_step"],
+            "title": f"sglang::scheduler{prefix.replace(' ', '_')}",
+            "rename": self.settings.rename_worker if last else "",
+            "prefix": prefix,
+            "ready": writer,
+            "requests": None,
+            "outputs": None,
+            "control": None,
+            "peers": [],
+        }
+
+    def _wait_for_schedulers(self, ready: list) -> "list | None":
+        infos = []
+        for rank, pipe in enumerate(ready):
+            try:
+                infos.append(pipe.recv())
+            except EOFError:
+                self.log.line(f"Rank {rank} scheduler is dead. Please check if there are relevant logs.")
+                self.schedulers[rank].join()
+                self.log.line(f"Exit code: {self.schedulers[rank].exitcode}")
+                return None
+        return infos
+
+    def _leave_shared_memory(self) -> None:
+        if self.settings.shm_folder:
+            name = f"sglang_loads_{random.getrandbits(32):08x}_{random.getrandbits(32):08x}.shm"
+            (Path(self.settings.shm_folder) / name).write_bytes(bytes(4096))
+
+    # End
+
+    def _on_sigquit(self, signum, frame) -> None:
+        """A worker failed. While serving, the main thread is in here: nothing is answered any more."""
+        if self.phase == "launch":
+            self.log.line("Received sigquit from a child process. It usually means the child failed.")
+        else:
+            self.log.line("SIGQUIT received. signum=None, frame=None. It usually means one child failed.")
+            seconds = self.settings.crash_seconds
+            self.log.line(f"Sleeping {seconds:g} seconds before crash diagnostics to let GPU activity settle.")
+            time.sleep(seconds)
+            if not any(process.is_alive() for process in self.schedulers):
+                self.log.line("No live scheduler processes found; skipping py-spy and CUDA coredump.")
+        kill_process_tree(self.log, include_parent=True)
+
+    def watch_workers(self) -> threading.Event:
+        """Look for dead workers from now on; the event stops it."""
+        stop = threading.Event()
+        names = [f"scheduler_{number}" for number in range(len(self.schedulers))]
+
+        def watch() -> None:
+            while not stop.wait(self.settings.watch_seconds):
+                for name, process in zip(names, self.schedulers):
+                    if not process.is_alive() and process.exitcode != 0:
+                        self.log.line(
+                            f"Subprocess {name} (pid={process.pid}) crashed with exit code {process.exitcode}. "
+                            "Triggering SIGQUIT for cleanup..."
+                        )
+                        os.kill(os.getpid(), signal.SIGQUIT)
+                        return
+
+        threading.Thread(target=watch, daemon=True, name="subprocess-watchdog").start()
+        return stop
+
+    def end_after_drain(self) -> None:
+        """Wait for the schedulers' own exit, then end the tree: 0.5.17 by SIGKILL, itself last; 0.5.23 with status 0."""
+        deadline = time.monotonic() + self.settings.exit_wait_seconds
+        while time.monotonic() < deadline and any(process.is_alive() for process in self.schedulers):
+            time.sleep(0.02)
+        if self.settings.version == "0.5.17":
+            kill_process_tree(self.log, include_parent=True)
+        for text in (
+            "Shutting down",
+            "Waiting for application shutdown.",
+            "Application shutdown complete.",
+            f"Finished server process [{os.getpid()}]",
+        ):
+            self.log.line(f"INFO:     {text}")
+        kill_process_tree(self.log, include_parent=False)
+        os._exit(0)
+
+
+def kill_process_tree(log: Log, include_parent: bool) -> None:
+    """SIGKILL for all descendants, then, if asked, for this process itself."""
+    log.line(f"kill_process_tree called: parent_pid={os.getpid()}, include_parent={include_parent}, pid={os.getpid()}")
+    for pid in descendants(os.getpid()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if include_parent:
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+
+def descendants(root: int) -> list:
+    """Pids below a process, parents first."""
+    parents: dict = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(name))
+    found: list = []
+    queue = list(parents.get(root, []))
+    while queue:
+        pid = queue.pop(0)
+        found.append(pid)
+        queue.extend(parents.get(pid, []))
+    return found

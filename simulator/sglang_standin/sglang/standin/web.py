@@ -1,0 +1,555 @@
+"""The HTTP side: endpoints, requests in flight, SIGTERM's drain."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import uuid
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
+
+from .arguments import recorded
+
+WORDS = "the answer is that one two three four five model token draft verify fast slow and then so it all works".split()
+OPEN_PATHS = ("/health", "/health_generate", "/metrics", "/ping", "/ready")
+"""What real SGLang answers without the API key."""
+
+
+class Disconnected(Exception):
+    """The client of a waiting request is gone."""
+
+
+class Frontend:
+    """SGLang's tokenizer manager, as far as the outside sees it."""
+
+    def __init__(self, server, pipes: dict) -> None:
+        self.server, self.settings, self.log = server, server.settings, server.log
+        self.requests, self.outputs, self.control = pipes["requests"], pipes["outputs"], pipes["control"]
+        self.in_flight: dict = {}
+        self.answers: dict = {}
+        self.lock = threading.Lock()
+        self.turn = itertools.count()
+        self.last_receive = 0.0
+        self.status = "Starting"
+        self.exiting = False
+        self.snapshot: dict = {}
+        self.accepted = False
+
+    # Worker pipes
+
+    def send(self, message: dict, replica: "int | None" = None) -> None:
+        """To one scheduler (turn by turn) or the given one. A full pipe of a stopped one blocks, as it should."""
+        which = next(self.turn) % len(self.requests) if replica is None else replica
+        with self.lock:
+            self.requests[which].send(message)
+
+    def receive(self) -> None:
+        """Thread: hand out what comes from the detokenizer and the schedulers."""
+        sources = [self.outputs, *self.control]
+        while sources:
+            for source in wait(sources):
+                try:
+                    message = source.recv()
+                except (EOFError, OSError):
+                    sources.remove(source)
+                    continue
+                if source is not self.outputs:
+                    queue = self.answers.get(message[0])
+                    if queue is not None:
+                        queue.put(message[1])
+                    continue
+                self.last_receive = time.time()
+                for rid, made, finished, snapshot in message:
+                    if snapshot is not None:
+                        self.snapshot = snapshot
+                    queue = self.in_flight.get(rid)
+                    if queue is not None:
+                        queue.put((made, finished))
+
+    def ask(self, kind: str) -> list:
+        """Ask every scheduler; blocks as long as one does not answer."""
+        answers = []
+        for replica in range(len(self.requests)):
+            rid = uuid.uuid4().hex
+            self.answers[rid] = SimpleQueue()
+            self.send({"kind": kind, "rid": rid}, replica)
+            answers.append(self.answers[rid].get())
+            del self.answers[rid]
+        return answers
+
+    def generate(self, prompt_tokens: int, max_new_tokens: int, client: socket.socket):
+        """Yields (tokens made, None or the final meta). Raises `Disconnected`."""
+        rid = uuid.uuid4().hex
+        queue: SimpleQueue = SimpleQueue()
+        self.in_flight[rid] = queue
+        self.accepted = True
+        try:
+            self.send(
+                {"kind": "generate", "rid": rid, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+            )
+            finished = None
+            while finished is None:
+                try:
+                    made, finished = queue.get(timeout=self.settings.disconnect_seconds)
+                except Empty:
+                    if _gone(client):
+                        self.log.line(
+                            "[http_server] Error: Request is disconnected from the client side (type 1). "
+                            f"Abort request obj.rid='{rid}'"
+                        )
+                        self.send({"kind": "abort", "rid": rid})
+                        raise Disconnected from None
+                    continue
+                if finished is not None:
+                    finished = {"id": rid, **finished}
+                yield made, finished
+        finally:
+            self.in_flight.pop(rid, None)
+
+    def health(self, path: str) -> int:
+        """HTTP status of /health and /health_generate."""
+        if self.exiting:
+            self.log.line("Health check request received during shutdown. Returning 503.")
+            return 503
+        if self.status == "Starting":
+            return 503
+        if path == "/health" and os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1").lower() in ("0", "false"):
+            return 200
+        rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
+        self.in_flight[rid] = SimpleQueue()
+        began = time.time()
+        try:
+            self.send({"kind": "health", "rid": rid})
+            while time.time() < began + self.settings.health_timeout_seconds:
+                time.sleep(self.settings.health_seconds)
+                if self.last_receive > began:
+                    self.status = "Up"
+                    return 200
+        finally:
+            self.in_flight.pop(rid, None)
+        self.log.line(
+            "Health check failed. Server couldn't get a response from detokenizer for last "
+            f"{self.settings.health_timeout_seconds:g} seconds. tic start time: "
+            f"{time.strftime('%H:%M:%S', time.localtime(began))}. last_heartbeat time: "
+            f"{time.strftime('%H:%M:%S', time.localtime(self.last_receive))}"
+        )
+        self.status = "UnHealthy"
+        return 503
+
+    # SIGTERM
+
+    def on_term(self, signum, frame) -> None:
+        """SIGTERM's handler while serving."""
+        if self.settings.ignore_term:
+            return
+        self.log.line("SIGTERM received. signum=None frame=None. Draining requests and shutting down...")
+        self.exiting = True
+
+    def drain(self, stop_watch: threading.Event) -> None:
+        """Thread: polls for SIGTERM, waits for all requests without a bound, then ends the tree."""
+        while not self.exiting:
+            time.sleep(self.settings.term_poll_seconds)
+        while True:
+            rids = [rid for rid in list(self.in_flight)]
+            if self.status == "UnHealthy":
+                self.log.line("Signal SIGTERM received while health check failed. Force exiting.")
+                break
+            self.log.line(
+                f"Gracefully exiting... Remaining number of requests {len(rids)}. "
+                f"Remaining requests remaining_rids={rids}."
+            )
+            if not rids:
+                break
+            time.sleep(self.settings.term_poll_seconds)
+        stop_watch.set()
+        for replica in range(len(self.requests)):
+            try:
+                self.send({"kind": "shutdown"}, replica)
+            except OSError:
+                pass
+        self.server.end_after_drain()
+
+
+def serve(server, pipes: dict, infos: list, startup: dict, argv: list) -> int:
+    """Serve for ever. Ends by signals."""
+    log, arguments = server.log, server.arguments
+    frontend = Frontend(server, pipes)
+    log.line(f"INFO:     Started server process [{os.getpid()}]")
+    log.line("INFO:     Waiting for application startup.")
+    log.line("Using fallback token IDs for yes/no (9693/2152)")
+    log.line("INFO:     Application startup complete.")
+    try:
+        http = _Http((arguments["host"], arguments["port"]), _handler(server, frontend, infos, startup, argv))
+    except OSError as error:
+        log.line(f"ERROR:    [Errno {error.errno}] error while attempting to bind on address "
+                 f"('{arguments['host']}', {arguments['port']}): {os.strerror(error.errno or 0).lower()}")
+        from .main import kill_process_tree
+
+        kill_process_tree(log, include_parent=False)
+        os._exit(1)
+    log.line(f"INFO:     Uvicorn running on http://{arguments['host']}:{arguments['port']} (Press CTRL+C to quit)")
+    server.phase = "serve"
+    signal.signal(signal.SIGTERM, frontend.on_term)
+    stop_watch = server.watch_workers()
+    for target in (frontend.receive, lambda: _warm_up(server, frontend), lambda: frontend.drain(stop_watch)):
+        threading.Thread(target=target, daemon=True).start()
+    http.serve_forever(poll_interval=60)
+    return 0
+
+
+def _warm_up(server, frontend: Frontend) -> None:
+    """The first request, which SGLang sends to itself over HTTP; then the server is Up."""
+    import http.client
+
+    arguments = server.arguments
+    headers = {"Authorization": f"Bearer {arguments['api_key']}"} if arguments["api_key"] else {}
+    host = "127.0.0.1" if arguments["host"] in ("0.0.0.0", "") else arguments["host"]
+    time.sleep(server.settings.warmup_seconds)
+    if not arguments["skip_server_warmup"]:
+        body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 8}})
+        for method, path, data in (("GET", "/model_info", None), ("POST", "/generate", body)):
+            connection = http.client.HTTPConnection(host, arguments["port"])
+            connection.request(method, path, body=data, headers=headers)
+            connection.getresponse().read()
+            connection.close()
+    frontend.status = "Up"
+    server.log.line("The server is fired up and ready to roll!")
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that goes away is no error of ours."""
+
+
+def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list) -> type:
+    arguments, settings, log = server.arguments, server.settings, server.log
+    base = recorded(settings.version)
+
+    def server_info() -> dict:
+        states = [
+            {**arguments, **base["internal_state"], "memory_usage": infos[0]["memory_usage"],
+             "startup_time": infos[0]["startup_time"], **state}
+            for state in frontend.ask("state")
+        ]
+        info = {
+            **arguments,
+            **{name: infos[0][name] for name in ("status", "max_total_num_tokens", "max_req_input_len")},
+            "startup_time": startup,
+            "internal_states": states,
+            "version": settings.version,
+            "kv_events": None,
+        }
+        if settings.version != "0.5.17":
+            info["launch_command"] = " ".join(argv)
+        return info
+
+    def model_info() -> dict:
+        return {
+            "model_path": arguments["model_path"],
+            "tokenizer_path": arguments["tokenizer_path"],
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": server.model.type,
+            "architectures": [server.model.architecture],
+        }
+
+    def models() -> dict:
+        card = {"id": arguments["served_model_name"], "object": "model", "created": int(time.time()),
+                "owned_by": "sglang", "root": arguments["served_model_name"], "parent": None,
+                "max_model_len": server.model.context}
+        return {"object": "list", "data": [card]}
+
+    def loads() -> dict:
+        now = frontend.snapshot
+        load = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
+            "num_running_reqs": now.get("running", 0),
+            "num_waiting_reqs": now.get("waiting", 0),
+            "num_used_tokens": now.get("tokens", 0),
+            "num_total_tokens": now.get("tokens", 0),
+            "max_total_num_tokens": infos[0]["max_total_num_tokens"],
+            "max_running_requests": arguments["max_running_requests"] or 2048,
+            "token_usage": now.get("tokens", 0) / infos[0]["max_total_num_tokens"],
+            "gen_throughput": now.get("gen_throughput", 0.0),
+            "cache_hit_rate": 0.0,
+            "utilization": 0.0,
+        }
+        if arguments["speculative_algorithm"]:
+            load["speculative"] = {
+                "accept_length": now.get("accept_length", 0.0),
+                "accept_rate": now.get("accept_rate", 0.0),
+            }
+        return {
+            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+            "version": settings.version,
+            "accelerator": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+            "num_accelerators": arguments["tp_size"],
+            "loads": [load],
+        }
+
+    def metrics() -> str:
+        now = frontend.snapshot
+        name = arguments["served_model_name"]
+        labels = f'engine_type="unified",model_name="{name}",moe_ep_rank="0",pp_rank="0",tp_rank="0"'
+        values = {
+            "num_running_reqs": now.get("running", 0),
+            "num_queue_reqs": now.get("waiting", 0),
+            "num_used_tokens": now.get("tokens", 0),
+            "token_usage": now.get("tokens", 0) / infos[0]["max_total_num_tokens"],
+            "gen_throughput": now.get("gen_throughput", 0.0),
+            "cache_hit_rate": 0.0,
+        }
+        if arguments["speculative_algorithm"]:
+            values["spec_accept_length"] = now.get("accept_length", 0.0)
+            values["spec_accept_rate"] = now.get("accept_rate", 0.0)
+        return "".join(
+            f"# HELP sglang:{key} {key}\n# TYPE sglang:{key} gauge\nsglang:{key}{{{labels}}} {float(value)}\n"
+            for key, value in values.items()
+        )
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 600
+
+        def log_message(self, *_args) -> None:
+            """Access lines are written by `_finish`."""
+
+        def _finish(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
+            self._access(status)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _access(self, status: int) -> None:
+            host, port = self.client_address[:2]
+            log.line(f'INFO:     {host}:{port} - "{self.command} {self.path} HTTP/1.1" {status} {HTTPStatus(status).phrase}')
+
+        def _json(self, value, status: int = 200) -> None:
+            self._finish(status, json.dumps(value).encode())
+
+        def _text(self, text: str, status: int = 200) -> None:
+            self._finish(status, text.encode(), "text/plain; charset=utf-8")
+
+        def _allowed(self, path: str) -> bool:
+            key = arguments["api_key"]
+            return not key or path in OPEN_PATHS or self.headers.get("Authorization") == f"Bearer {key}"
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if not self._allowed(path):
+                self._json({"error": "Unauthorized"}, 401)
+            elif path in ("/health", "/health_generate"):
+                self._finish(frontend.health(path))
+            elif path == "/ping" or (path == "/ready" and settings.version != "0.5.17"):
+                self._finish(200)
+            elif path in ("/model_info", "/get_model_info"):
+                self._deprecated(path, "/get_model_info", "/model_info")
+                self._json(model_info())
+            elif path in ("/server_info", "/get_server_info"):
+                self._deprecated(path, "/get_server_info", "/server_info")
+                self._json(server_info())
+            elif path == "/v1/models":
+                self._json(models())
+            elif path == "/v1/loads":
+                self._json(loads())
+            elif path == "/metrics" and arguments["enable_metrics"]:
+                self._finish(200, metrics().encode(), "text/plain; version=0.0.4; charset=utf-8")
+            elif path in ("/flush_cache", "/freeze_gc"):
+                self._control(path)
+            else:
+                self._json({"detail": "Not Found"}, 404)
+
+        def do_POST(self) -> None:
+            path = self.path.partition("?")[0]
+            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if not self._allowed(path):
+                self._json({"error": "Unauthorized"}, 401)
+            elif path in ("/flush_cache", "/freeze_gc"):
+                self._control(path)
+            elif path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+                try:
+                    body = json.loads(data)
+                    request = _Wanted(path, body, server)
+                except (ValueError, TypeError, AttributeError) as error:
+                    self._json({"error": {"message": str(error)}}, 400)
+                    return
+                try:
+                    self._generate(request)
+                except Disconnected:
+                    self.close_connection = True
+            else:
+                self._json({"detail": "Not Found"}, 404)
+
+        def _deprecated(self, path: str, old: str, new: str) -> None:
+            if path == old:
+                log.line(
+                    f"Endpoint '{old}' is deprecated and will be removed in a future version. Please use '{new}' instead."
+                )
+
+        def _control(self, path: str) -> None:
+            if path == "/freeze_gc":
+                self._text("")
+            elif all(frontend.ask("flush")):
+                self._text(
+                    "Cache flushed.\nPlease check backend logs for more details. "
+                    "(When there are running or waiting requests, the operation will not be performed.)\n"
+                )
+            else:
+                self._text("Flush cache failed.\n", 400)
+
+        def _generate(self, wanted: "_Wanted") -> None:
+            began = time.time()
+            if wanted.stream:
+                self._stream(wanted, began)
+                return
+            answers = []
+            for prompt in wanted.prompts:
+                for _made, finished in frontend.generate(prompt, wanted.max_new_tokens, self.connection):
+                    if finished is not None:
+                        answers.append(finished)
+            self._json(wanted.answer(answers, time.time() - began))
+
+        def _stream(self, wanted: "_Wanted", began: float) -> None:
+            self._access(200)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            done = 0
+            for made, finished in frontend.generate(wanted.prompts[0], wanted.max_new_tokens, self.connection):
+                chunk = wanted.chunk(done, made, finished, time.time() - began)
+                done += made
+                self._chunk(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            self._chunk(b"data: [DONE]\n\n")
+            self._chunk(b"")
+
+        def _chunk(self, data: bytes) -> None:
+            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    return Handler
+
+
+class _Wanted:
+    """What a generation request asks for, and the shapes of its answers."""
+
+    def __init__(self, path: str, body: dict, server) -> None:
+        self.path = path
+        self.model = body.get("model") or server.arguments["served_model_name"]
+        self.stream = bool(body.get("stream"))
+        options = body.get("stream_options") or {}
+        self.usage_wanted = bool(options.get("include_usage"))
+        if path == "/generate":
+            given = body.get("text", body.get("input_ids"))
+            self.many = bool(isinstance(given, list) and given and not isinstance(given[0], int))
+            self.prompts = [_tokens(item) for item in (given if self.many else [given])]
+            maximum = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
+        elif path == "/v1/completions":
+            given = body["prompt"] if "prompt" in body else ""
+            self.many = False
+            self.prompts = [_tokens(given)]
+            maximum = body.get("max_tokens") or 16
+        else:
+            self.many = False
+            text = " ".join(str(message.get("content")) for message in body.get("messages") or [])
+            self.prompts = [_tokens(text) + 8]
+            maximum = body.get("max_completion_tokens") or body.get("max_tokens") or 128
+        self.max_new_tokens = max(1, int(maximum))
+
+    def answer(self, answers: list, seconds: float):
+        """The whole answer, without streaming."""
+        if self.path == "/generate":
+            found = [_generated(meta, seconds) for meta in answers]
+            return found if self.many else found[0]
+        meta = answers[0]
+        text = _text(0, meta["completion_tokens"])
+        chat = self.path.endswith("chat/completions")
+        content = {"message": {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}}
+        choice = {"index": 0, **(content if chat else {"text": text}), "logprobs": None, "finish_reason": "length",
+                  "matched_stop": None}
+        return {
+            "id": meta["id"],
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [choice],
+            "usage": _usage(meta),
+            "metadata": {"weight_version": "default"},
+        }
+
+    def chunk(self, done: int, made: int, finished: "dict | None", seconds: float) -> dict:
+        """One event of a streamed answer."""
+        if self.path == "/generate":
+            meta = finished or {"prompt_tokens": self.prompts[0], "completion_tokens": done + made}
+            return _generated(meta, seconds, finished is not None)
+        text = _text(done, made)
+        chat = self.path.endswith("chat/completions")
+        part = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
+        event = {
+            "id": "0",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+            "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": "length" if finished else None}],
+            "usage": _usage(finished) if finished and self.usage_wanted else None,
+        }
+        return event
+
+
+def _generated(meta: dict, seconds: float, finished: bool = True) -> dict:
+    count = meta["completion_tokens"]
+    rest = {key: value for key, value in meta.items() if key not in ("id", "prompt_tokens")}
+    return {
+        "text": _text(0, count),
+        "output_ids": [(7 * number + 11) % 32000 for number in range(count)],
+        "meta_info": {
+            "id": meta.get("id"),
+            "finish_reason": {"type": "length", "length": count} if finished else None,
+            "prompt_tokens": meta["prompt_tokens"],
+            "weight_version": "default",
+            "total_retractions": 0,
+            **rest,
+            "dp_rank": None,
+            "e2e_latency": seconds,
+        },
+    }
+
+
+def _usage(meta: dict) -> dict:
+    prompt, completion = meta["prompt_tokens"], meta["completion_tokens"]
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion,
+            "prompt_tokens_details": None, "reasoning_tokens": 0}
+
+
+def _text(start: int, count: int) -> str:
+    return "".join(" " + WORDS[number % len(WORDS)] for number in range(start, start + count))
+
+
+def _tokens(prompt) -> int:
+    """Tokens of a prompt: ids are counted, text goes by words."""
+    return max(1, len(prompt) if isinstance(prompt, list) else len(str(prompt).split()))
+
+
+def _gone(client: socket.socket) -> bool:
+    """Whether the peer has closed its end."""
+    try:
+        readable = select.select([client], [], [], 0)[0]
+        return bool(readable) and client.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
+        return True
