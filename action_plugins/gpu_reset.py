@@ -1,0 +1,106 @@
+"""Runs gpu_reset, gpu_memory and server_info on a host by one exec of the pinned interpreter.
+
+The other two names are links to this file. What it does and an ordinary module call would not: it refuses bad input
+before the host is touched, and it is lean (see plugin_utils/gpu_control/lean.py). Where a connection can't pipeline,
+with async, or where the interpreter has yet to be discovered, the ordinary module of the same name runs instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ansible import constants as C
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))
+
+from gpu_control import lean, records  # noqa: E402
+from gpu_host import arguments  # noqa: E402
+
+# Module name: argument spec, and the module of gpu_host whose run() does the work.
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "gpu_reset": (arguments.GPU_RESET, "reset"),
+    "gpu_memory": (arguments.GPU_MEMORY, "memory_report"),
+    "server_info": (arguments.SERVER_INFO, "server_state"),
+}
+
+display = Display()
+
+
+class ActionModule(ActionBase):
+    TRANSFERS_FILES = False
+    _supports_check_mode = True
+    _supports_diff = True
+    _supports_async = True
+
+    def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        task_vars = task_vars or {}
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        name = self._task.action.rpartition(".")[2]
+        spec, entry = CALLS[name]
+
+        # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
+        if not_ready := self._variable(task_vars, "gpu_host_not_ready"):
+            return {**result, "failed": True, "refused": True, "msg": str(not_ready)}
+        validated = ArgumentSpecValidator(spec).validate(self._task.args)
+        problems = validated.error_messages or arguments.problems(validated.validated_parameters)
+        if problems:
+            return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
+        params = validated.validated_parameters
+
+        if name == "gpu_reset":
+            host = self._task.delegate_to or task_vars["inventory_hostname"]
+            params["run_id"] = params["run_id"] or records.new_run_id()
+            params["last_recorded_run"] = params["last_recorded_run"] or records.last_recorded_run(
+                records.artifacts_folder() / records.FILE_NAME, host
+            )
+
+        interpreter = str(self._variable(task_vars, "ansible_python_interpreter") or "auto")
+        if self._task.async_val or interpreter.startswith("auto") or not self._is_pipelining_enabled("new"):
+            display.vvv(f"{name}: ordinary module (no pipelining, async, or no pinned interpreter)")
+            returned = self._run_ordinary_module(name, params, task_vars)
+        else:
+            returned = self._run_lean(interpreter, entry, params)
+        returned["invocation"] = {"module_args": params}
+        return {**result, **returned}
+
+    def _run_lean(self, interpreter: str, entry: str, params: dict[str, Any]) -> dict[str, Any]:
+        program = lean.program(
+            lean.cached_sources(REPOSITORY / "module_utils" / lean.PACKAGE, Path(C.DEFAULT_LOCAL_TMP)),
+            entry,
+            params,
+            check_mode=bool(self._task.check_mode),
+            diff=bool(self._task.diff),
+        )
+        display.vvv(f"lean path: gpu_host.{entry} in {len(program)} bytes on the standard input of {interpreter}")
+        self._used_interpreter = f"#!{interpreter}"
+        command = self._connection._shell.build_module_command(
+            self._compute_environment_string(), self._used_interpreter, ""
+        )
+        answer = self._low_level_execute_command(command.strip(), sudoable=True, in_data=program)
+        returned: dict[str, Any] = self._parse_returned_data(answer, "legacy")
+        if not returned.pop("_ansible_parsed", True):
+            returned["failed"] = True
+        return returned
+
+    def _run_ordinary_module(self, name: str, params: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        wrap_async = self._task.async_val and not self._connection.has_native_async
+        returned: dict[str, Any] = self._execute_module(
+            module_name=name, module_args=params, task_vars=task_vars, wrap_async=wrap_async
+        )
+        if not wrap_async:
+            self._remove_tmp_path(self._connection._shell.tmpdir)
+        return returned
+
+    def _variable(self, task_vars: dict[str, Any], name: str) -> Any:
+        """A variable of the host that the task runs on, which is another one under delegate_to."""
+        if self._task.delegate_to:
+            task_vars = task_vars.get("ansible_delegated_vars", {}).get(self._task.delegate_to, {})
+        return self._templar.template(task_vars[name]) if name in task_vars else None

@@ -1,0 +1,141 @@
+"""The end of a play for people: what was on each GPU before and after, what was ended and spared, one verdict a host.
+
+Pure functions over run records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Worst first: the order in which hosts are named on the last line.
+VERDICTS = ("dirty", "unreachable", "unknown", "skipped", "clean")
+
+
+def merge(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One host's records of one play as one: GPUs from the first look to the last, all that was ended and deleted.
+
+    More than one comes of a reset that went on to the hypervisor and verified on the guest afterwards.
+    """
+    merged = dict(records[-1])
+    merged["gpus"] = list(merged.get("gpus", []))
+    before = {gpu["uuid"]: gpu.get("used_mib_before") for gpu in reversed_gpus(records)}
+    merged["gpus"] = [{**gpu, "used_mib_before": before.get(gpu["uuid"])} for gpu in merged["gpus"]]
+    for key in ("killed", "cleaned", "kept", "spared", "respawners"):
+        unique = {tuple(sorted((k, str(v)) for k, v in one.items())): one for r in records for one in r.get(key, [])}
+        merged[key] = list(unique.values())
+    return merged
+
+
+def reversed_gpus(records: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """All GPU entries, the first record's last, so that a dict keeps the first look at each."""
+    return (gpu for one in reversed(records) for gpu in one.get("gpus", []))
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows as aligned text; columns in ``right`` are aligned to the right, the last one is never padded."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(rows[0]))]
+    right = set(right)
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _mib(value: Any) -> str:
+    return "?" if value is None else f"{value:,}".replace(",", " ")
+
+
+def gpu_table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Host, GPU, MiB before and after, verdict, cure."""
+    rows = [("host", "GPU", "MiB before", "after", "verdict", "cure")]
+    for one in records:
+        rows += [
+            (
+                one["host"],
+                str(gpu["index"]),
+                _mib(gpu.get("used_mib_before")),
+                _mib(gpu.get("used_mib_after")),
+                gpu["verdict"],
+                gpu.get("cure") or "",
+            )
+            for gpu in one.get("gpus", [])
+        ]
+    return columns(rows, right=(1, 2, 3)) if len(rows) > 1 else []
+
+
+def _process(one: dict[str, Any]) -> tuple[str, str, str]:
+    seconds = f", {one['seconds']:.1f} s" if one.get("seconds") is not None else ""
+    signal = f" ({one['signal']}{seconds})" if one.get("signal") else ""
+    return str(one.get("pid", "?")), str(one.get("name", "")), f"{one.get('class', '')}: {one.get('why', '')}{signal}"
+
+
+def processes(title: str, found: Sequence[dict[str, Any]]) -> list[str]:
+    """A list of processes with why, one line each."""
+    if not found:
+        return []
+    return [f"  {title}:"] + [f"    {text}" for text in columns([_process(one) for one in found], right=(0,))]
+
+
+def paths(title: str, found: Sequence[dict[str, Any]]) -> list[str]:
+    """A list of files with why, one line each."""
+    return [f"  {title}:"] + [f"    {one['path']}  {one['why']}" for one in found] if found else []
+
+
+def host_details(one: dict[str, Any]) -> list[str]:
+    """What was ended, spared, deleted and kept on one host, and where its evidence is."""
+    would = "would be " if one.get("predicted") else ""
+    lines = [
+        *processes(f"{would}killed", one.get("killed", [])),
+        *processes("spared", one.get("spared", [])),
+        *processes("starts it again", one.get("respawners", [])),
+        *paths(f"{would}cleaned", one.get("cleaned", [])),
+        *paths("kept", one.get("kept", [])),
+        *[f"  port {p['port']} is still held by pid {p.get('pid')} {p.get('name', '')}" for p in one.get("ports", [])],
+        *[f"  kernel: {_event(event)}" for event in one.get("kernel_events", [])],
+    ]
+    if one.get("evidence"):
+        lines.append(f"  evidence on the host: {one['evidence']}")
+    if one.get("earlier"):
+        lines.append(f"  runs whose record never reached this machine, recorded now: {len(one['earlier'])}")
+    head = f"{one['host']}: {headline(one)}"
+    return [head, *lines]
+
+
+def _event(event: Any) -> str:
+    return str(event.get("text") or event) if isinstance(event, dict) else str(event)
+
+
+def headline(one: dict[str, Any]) -> str:
+    """The verdict with its reason."""
+    now = "now " if one.get("predicted") else ""
+    simulated = ", SIMULATED" if one.get("simulated") else ""
+    reason = f" - {one['reason']}" if one.get("reason") else ""
+    return f"{now}{one['verdict']}{simulated}{reason}"
+
+
+def last_line(records: Sequence[dict[str, Any]]) -> str:
+    """One verdict for each host, on one line, the worst first.
+
+    A hypervisor that was asked about a guest's memory has none: the guest's own verdict counts.
+    """
+    records = [one for one in records if not one.get("guest")]
+    hosts: dict[str, list[str]] = {}
+    for one in records:
+        hosts.setdefault(one["verdict"], []).append(one["host"] + (" (SIMULATED)" if one.get("simulated") else ""))
+    parts = [f"{verdict}: {', '.join(hosts[verdict])}" for verdict in sorted(hosts, key=_rank)]
+    predicted = "Verdicts now, nothing was changed" if any(one.get("predicted") for one in records) else "Verdicts"
+    return f"{predicted} - {'; '.join(parts)}"
+
+
+def _rank(verdict: str) -> int:
+    return VERDICTS.index(verdict) if verdict in VERDICTS else -1
+
+
+def report(records: Sequence[dict[str, Any]]) -> str:
+    """Everything that is printed at the end of a play; ends with the line of verdicts."""
+    sections = [gpu_table(records), *[host_details(one) for one in records], [last_line(records)]]
+    return "\n\n".join("\n".join(section) for section in sections if section)
