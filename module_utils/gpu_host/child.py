@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from .deadline import Deadline
+
+_NAME_BYTES = 256
 
 
 class Silent(Exception):
@@ -107,6 +110,19 @@ class Child:
         except ProcessLookupError:
             return True
         return _reaped(self.pid, Deadline(0.05))
+
+
+class Whereabouts:
+    """Memory shared with a child, in which it says what it is about to do: what it hung in has a name then."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _NAME_BYTES)
+
+    def write(self, text: str) -> None:
+        self._memory[:] = text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+
+    def read(self) -> str:
+        return self._memory[:].rstrip(b"\0").decode("utf-8", "replace") or "its start"
 
 
 @dataclass(frozen=True)

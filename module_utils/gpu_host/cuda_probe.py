@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from .child import Child, Gone, Silent
+from .child import Child, Gone, Silent, Whereabouts
 from .deadline import Deadline
 from .readings import Gpu, normal_pci
 
@@ -69,28 +69,25 @@ class _Run:
     def __init__(self, gpu: Gpu, fraction: float, library: str) -> None:
         self._gpu = gpu
         self._started = time.monotonic()
-        self._last = "its start"
+        self._now = Whereabouts()
         self._trouble = ""
         try:
-            self._child: Child | None = Child(_Work(gpu.pci_bus_id, fraction, library))
+            self._child: Child | None = Child(_Work(gpu.pci_bus_id, fraction, library, self._now))
         except OSError as error:
             self._child = None
             self._trouble = f"no process could be started for the probe of GPU {gpu.index}: {error.strerror}"
 
     def result(self, deadline: Deadline) -> Probe:
-        child, said = self._child, {}  # type: Child | None, dict[str, Any]
+        child = self._child
+        said: dict[str, Any] = {}
         if child is None:
             return self._probe({}, self._trouble)
         try:
-            while True:
-                said = child.answer(deadline)
-                if "at" not in said:
-                    break
-                self._last = said["at"]
+            said = child.answer(deadline)
         except Silent:
             ended = child.abandon()
             seconds = time.monotonic() - self._started
-            why = f"the probe of GPU {self._gpu.index} hung in {self._last} for {seconds:.1f} s"
+            why = f"the probe of GPU {self._gpu.index} hung in {self._now.read()} for {seconds:.1f} s"
             if ended:
                 return self._probe({}, why + " and was killed.")
             return self._probe(
@@ -98,7 +95,7 @@ class _Run:
             )
         except Gone:
             child.close()
-            return self._probe({}, f"the process that probed GPU {self._gpu.index} died in {self._last}.")
+            return self._probe({}, f"the process that probed GPU {self._gpu.index} died in {self._now.read()}.")
         if not child.close(patience=max(0.05, min(2.0, deadline.remaining()))):
             return self._probe(said, f"the process that probed GPU {self._gpu.index} does not end.", child.pid)
         return self._probe(said, said.get("error", ""))
@@ -129,12 +126,12 @@ class CudaError(Exception):
 class _Driver:
     """The few calls of libcuda that the probe needs. Every failure is a CudaError."""
 
-    def __init__(self, library: str, now: Callable[[str], None]) -> None:
+    def __init__(self, library: str, now: Whereabouts) -> None:
         self._now = now
         self._library = ctypes.CDLL(library)
 
     def __call__(self, call: str, *args: Any) -> None:
-        self._now(call)
+        self._now.write(call)
         code = getattr(self._library, call)(*args)
         if code:
             raise CudaError(call, code, self._error_name(code))
@@ -149,20 +146,20 @@ class _Driver:
 class _Work:
     """What the child does: one GPU from the context to its release."""
 
-    def __init__(self, pci_bus_id: str, fraction: float, library: str) -> None:
+    def __init__(self, pci_bus_id: str, fraction: float, library: str, now: Whereabouts) -> None:
         self._pci = normal_pci(pci_bus_id)
         self._fraction = fraction
         self._library = library
+        self._now = now
 
     def __call__(self, ask: Callable[[], Any], answer: Callable[[Any], None]) -> None:
         # Chosen by PCI id, of all GPUs: the caller's own choice of visible ones must not hide it.
-        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MPS_PIPE_DIRECTORY"):
-            os.environ.pop(name, None)
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ["CUDA_CACHE_DISABLE"] = "1"  # leave no ~/.nv behind for a kernel of 60 lines
         started = time.monotonic()
         result: dict[str, Any] = {"mib_checked": 0}
         try:
-            cuda = _Driver(self._library, lambda call: answer({"at": call}))
+            cuda = _Driver(self._library, self._now)
             self._probe(cuda, result)
         except OSError as error:
             result["error"] = f"{self._library} can't be loaded ({error}): install the NVIDIA driver's CUDA library."
@@ -188,39 +185,42 @@ class _Work:
             result["context_seconds"] = time.monotonic() - started
             if self._fraction > 0:
                 self._memory(cuda, result)
-        finally:
-            cuda("cuDevicePrimaryCtxRelease_v2", device)
+        except Exception:
+            with contextlib.suppress(CudaError):  # after a fault every call fails: the first one is the news
+                cuda("cuDevicePrimaryCtxRelease_v2", device)
+            raise
+        cuda("cuDevicePrimaryCtxRelease_v2", device)
 
     def _memory(self, cuda: _Driver, result: dict[str, Any]) -> None:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         cuda("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         checker = _checker(cuda)
         result["method"] = checker.method
-        chunks = _allocate(cuda, int(free.value * min(self._fraction, 1.0)) // _MIB)
+        chunks: list[tuple[int, int]] = []
         try:
+            _allocate(cuda, int(free.value * min(self._fraction, 1.0)) // _MIB, chunks)
             started = time.monotonic()
             for number, (address, mib) in enumerate(chunks):
                 checker.fill(address, mib, _SEED + number)
             cuda("cuCtxSynchronize")
-            moved = 0
             for number, (address, mib) in enumerate(chunks):
                 checker.check(address, mib, _SEED + number)
                 result["mib_checked"] += mib
-                moved += 2 * mib
-            result["gb_per_s"] = moved * _MIB / 1e9 / max(time.monotonic() - started, 1e-9)
+            seconds = max(time.monotonic() - started, 1e-9)
+            result["gb_per_s"] = 2 * result["mib_checked"] * _MIB / 1e9 / seconds
         finally:
-            checker.close()
-            for address, _ in chunks:
-                cuda("cuMemFree_v2", ctypes.c_uint64(address))
+            with contextlib.suppress(CudaError):
+                checker.close()
+                for address, _ in chunks:
+                    cuda("cuMemFree_v2", ctypes.c_uint64(address))
 
 
 class _Wrong(Exception):
     """Memory did not give back what was written."""
 
 
-def _allocate(cuda: _Driver, mib: int) -> list[tuple[int, int]]:
-    """Chunks of device memory, (address, MiB), up to so many MiB; fewer when the memory is in pieces."""
-    chunks: list[tuple[int, int]] = []
+def _allocate(cuda: _Driver, mib: int, chunks: list[tuple[int, int]]) -> None:
+    """Add chunks of device memory, (address, MiB), up to so many MiB; fewer when the memory is in pieces."""
     size, left = _CHUNK_MIB, mib
     while left >= _LEAST_CHUNK_MIB and size >= _LEAST_CHUNK_MIB:
         size = min(size, left)
@@ -236,7 +236,6 @@ def _allocate(cuda: _Driver, mib: int) -> list[tuple[int, int]]:
         left -= size
     if not chunks:
         raise _Wrong(f"no memory could be allocated, though {mib} MiB are said to be free")
-    return chunks
 
 
 def _checker(cuda: _Driver) -> _Kernels | _Sampled:

@@ -8,17 +8,15 @@ writes the name of each call before it makes it where the parent can see it, so 
 from __future__ import annotations
 
 import contextlib
-import mmap
 from dataclasses import replace
 from typing import Any, Callable
 
 from . import nvidia_smi
-from .child import Child, Gone, Silent
+from .child import Child, Gone, Silent, Whereabouts
 from .deadline import Deadline
 from .readings import Gpu, GpuProcess, Readings, driver_trouble, whole_gpu
 
 _MIB = 1 << 20
-_NAME_BYTES = 256
 # What identifies a GPU does not change while the driver is loaded: read once, kept where it was read.
 _IDENTITY = ("uuid", "minor", "name", "pci_bus_id", "compute_capability")
 # NVML itself lacks the call, or the binding does.
@@ -35,7 +33,7 @@ class Reader:
     def __init__(self, source: str = "auto") -> None:
         self._source = source
         self._child: Child | None = None
-        self._now = _Whereabouts()
+        self._now = Whereabouts()
         self._smi = nvidia_smi.Reader() if source == "nvidia-smi" else None
         self._no_driver = ""
         self.abandoned: list[int] = []  # pids of children that outlived SIGKILL for the moment we looked
@@ -48,7 +46,7 @@ class Reader:
     def start(self) -> None:
         """Start NVML in the child and come back at once, so that the first read() need not wait for it."""
         if self._child is None and self._smi is None:
-            self._now = _Whereabouts()
+            self._now = Whereabouts()
             self._child = Child(_Work(self._now))
 
     def read(self, deadline: Deadline) -> Readings:
@@ -127,19 +125,6 @@ class _NotHere(Exception):
         self.driver = driver
 
 
-class _Whereabouts:
-    """Memory shared with the child, in which it says what it is about to call."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _NAME_BYTES)
-
-    def write(self, text: str) -> None:
-        self._memory[:] = text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-
-    def read(self) -> str:
-        return self._memory[:].rstrip(b"\0").decode("utf-8", "replace") or "its start"
-
-
 _UNREAD = {"gpu": "not read"}
 
 
@@ -175,7 +160,7 @@ def _gpu(part: dict[str, Any]) -> Gpu:
 class _Work:
     """What the child does. Everything below runs there."""
 
-    def __init__(self, now: _Whereabouts) -> None:
+    def __init__(self, now: Whereabouts) -> None:
         self._now = now
         self._nvml: Any = None
         self._known: dict[int, dict[str, Any]] = {}
