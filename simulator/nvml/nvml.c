@@ -221,10 +221,13 @@ static int own_descriptor(int folder, const char *name) {
     return match;
 }
 
-static long long elapsed_ms(const struct timespec *since) {
+/* Milliseconds between then and now, either way: a file's time may run a tick ahead or behind of the clock, and after
+ * a clock that was set back nothing should be held for hours. */
+static long long distance_ms(const struct timespec *then) {
     struct timespec now;
-    clock_gettime(CLOCK_REALTIME_COARSE, &now); /* the clock of a file's mtime */
-    return (now.tv_sec - since->tv_sec) * 1000LL + (now.tv_nsec - since->tv_nsec) / 1000000;
+    clock_gettime(CLOCK_REALTIME, &now);
+    long long distance = (now.tv_sec - then->tv_sec) * 1000LL + (now.tv_nsec - then->tv_nsec) / 1000000;
+    return distance < 0 ? -distance : distance;
 }
 
 /* Does memory without an owner still count? Notes the first look and removes what has returned. */
@@ -244,8 +247,7 @@ static int still_held(int folder, const char *name, int fd, long release_ms, int
         return never || release_ms > 0;
     }
     if (never) return 1;
-    long long since = elapsed_ms(&mark.st_mtim);
-    if (since >= 0 && since < release_ms) return 1;
+    if (distance_ms(&mark.st_mtim) < release_ms) return 1;
     if (unlinkat(folder, name, 0) == 0 || errno == ENOENT) unlinkat(folder, gone, 0);
     return 0;
 }
@@ -428,10 +430,8 @@ EXPORT nvmlReturn_t nvmlSystemGetProcessName(unsigned pid, char *name, unsigned 
     if (fd < 0) return NOT_FOUND;
     ssize_t got = read(fd, text, sizeof text - 1);
     close(fd);
-    if (got < 0) got = 0;
-    for (ssize_t i = 0; i + 1 < got; i++) if (!text[i]) text[i] = ' ';
-    text[got] = 0;
-    snprintf(name, length, "%s", text);
+    text[got < 0 ? 0 : got] = 0;
+    snprintf(name, length, "%s", text); /* the first argument, which is the whole title after setproctitle */
     return SUCCESS;
 }
 
