@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Callable
 
 from .deadline import Deadline
 from .managers import Manager, Managers, Stop
-from .processes import Finding, reparented
+from .processes import SSHD, Finding, reparented
 from .procfs import Proc, Process
 from .signals import Target, gone, send, take, wait_any
 
@@ -23,10 +23,11 @@ LOOK_SECONDS = 0.25  # longest time between two looks at all processes
 LINGER_SECONDS = 3.0  # a worker whose main just ended in order leaves by itself within this time
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
 SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh")
-MULTIPLEXERS = ("tmux", "screen", "SCREEN", "zellij")
+# Parents that live on and start nothing by themselves.
+QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 
 Look = Callable[[], "tuple[Mapping[int, Process], Mapping[int, Finding]]"]
-Note = Callable[..., None]
+Announce = Callable[[Sequence[Mapping[str, object]]], None]
 
 
 @dataclass
@@ -80,14 +81,18 @@ def _row(finding: Finding, signal_name: str, seconds: float | None) -> dict[str,
 
 
 class Ending:
-    """One run of the kill phase. ``look`` returns all processes and those that are to end, judged anew each time."""
+    """One run of the kill phase.
+
+    ``look`` returns all processes and those that are to end, judged anew each time. ``announce`` is told of each
+    process before it is signalled. ``grace`` and ``kill_timeout`` are seconds.
+    """
 
     def __init__(
         self,
         proc: Proc,
         look: Look,
         managers: Managers,
-        note: Note,
+        announce: Announce,
         grace: float,
         kill_timeout: float,
         clock: Callable[[], float] = time.monotonic,
@@ -95,7 +100,7 @@ class Ending:
         self._proc = proc
         self._look = look
         self._managers = managers
-        self._note = note
+        self._announce = announce
         self._grace = grace
         self._kill_timeout = kill_timeout
         self._clock = clock
@@ -145,7 +150,7 @@ class Ending:
         victims = [victim for victim in victims if victim.signal != name]
         if not victims:
             return
-        self._note("signal", signal=name, pids=[victim.target.pid for victim in victims])
+        self._announce([_row(victim.first, name, None) for victim in victims])
         for victim in victims:
             victim.signal = name
             try:
@@ -157,13 +162,14 @@ class Ending:
     def _begin(self, stops: list[Stop]) -> None:
         """Managers stop their own; orphans are killed at once; a server's main, and nothing else of it, gets TERM."""
         managed = {pid for stop in stops for pid in stop.pids}
-        for stop in stops:
-            self._note("stop", manager=stop.manager.label, pids=sorted(stop.pids))
-            self._managers.stop(stop.manager, self._grace, Deadline(self._grace, self._clock))
         alive = self._alive()
-        for victim in alive:
-            if victim.target.pid in managed:
-                victim.signal = "TERM"
+        stopping = [victim for victim in alive if victim.target.pid in managed]
+        if stopping:
+            self._announce([_row(victim.first, "TERM", None) for victim in stopping])
+        for victim in stopping:
+            victim.signal = "TERM"
+        for stop in stops:
+            self._managers.stop(stop.manager, self._grace, Deadline(self._grace, self._clock))
         free = [victim for victim in alive if victim.target.pid not in managed]
         self._signal([victim for victim in free if victim.finding.kind == "orphan"], signal.SIGKILL)
         self._signal([victim for victim in free if victim.finding.main or not victim.finding.ours], signal.SIGTERM)
@@ -236,14 +242,14 @@ class Ending:
 
 
 def surviving_parents(processes: Mapping[int, Process], chosen: Mapping[int, Finding]) -> list[Process]:
-    """Parents of the mains that are to end, where the parent itself is not to end and is no multiplexer."""
+    """Parents of the mains that are to end, where the parent is not to end with them."""
     found: dict[int, Process] = {}
     for finding in chosen.values():
         process = finding.process
         if not finding.main or reparented(process, processes):
             continue
         parent = processes[process.ppid]
-        if parent.pid not in chosen and parent.exe_name not in MULTIPLEXERS:
+        if parent.pid not in chosen and parent.exe_name not in QUIET_PARENTS:
             found[parent.pid] = parent
     return list(found.values())
 

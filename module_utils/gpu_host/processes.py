@@ -274,20 +274,21 @@ def classify(
             candidates[process.pid] = process
 
     mains = {pid: command for pid, process in candidates.items() if (command := server_command(process.argv, patterns))}
-    for pid, process in candidates.items():
-        line = _line_of_descent(process, processes, candidates)
-        heads = [ancestor for ancestor in line if ancestor.pid in mains]
-        if not heads:
-            continue
-        head = heads[-1]
-        group = f"server-{head.pid}"
-        why = f"starts a server ({mains[pid]})" if pid in mains else f"descends from server {head.pid}"
-        findings[pid] = Finding(process, "server", why, group, main=pid == head.pid)
+    members: dict[int, list[Process]] = {}
+    for process in candidates.values():
+        heads = [ancestor.pid for ancestor in _line_of_descent(process, processes, candidates) if ancestor.pid in mains]
+        if heads:
+            members.setdefault(heads[-1], []).append(process)
+    servers = {main: _group(main, processes, evidence) for main, processes in members.items()}
+    for main, group in servers.items():
+        for process in members[main]:
+            command = mains.get(process.pid)
+            why = f"starts a server ({command})" if command else f"descends from server {main}"
+            findings[process.pid] = Finding(process, "server", why, group, main=process.pid == main)
 
-    run_ids = _run_ids(findings, evidence)
     for pid, process in candidates.items():
         if pid not in findings:
-            finding = _by_own_marks(process, processes, findings, run_ids, evidence, patterns, device_folder)
+            finding = _by_own_marks(process, processes, servers, evidence, patterns, device_folder)
             if finding is not None:
                 findings[pid] = finding
 
@@ -322,22 +323,19 @@ def _line_of_descent(
         seen.add(parent.pid)
 
 
-def _run_ids(findings: Mapping[int, Finding], evidence: Evidence) -> dict[str, str]:
-    """Run ids of the live servers, each with the server's group. The main sets it for its children only."""
-    found: dict[str, str] = {}
-    for pid, finding in findings.items():
-        if finding.kind == "server" and not finding.main:
-            run_id = (evidence.environ(pid) or {}).get(RUN_ID)
-            if run_id:
-                found.setdefault(run_id, finding.group)
-    return found
+def _group(main: int, members: Iterable[Process], evidence: Evidence) -> str:
+    """The name of a server: its run id, which the main sets for its children only, else the main's pid."""
+    for process in members:
+        run_id = (evidence.environ(process.pid) or {}).get(RUN_ID, "") if process.pid != main else ""
+        if run_id:
+            return run_id
+    return f"server-{main}"
 
 
 def _by_own_marks(
     process: Process,
     processes: Mapping[int, Process],
-    servers: Mapping[int, Finding],
-    run_ids: Mapping[str, str],
+    servers: Mapping[int, str],
     evidence: Evidence,
     patterns: Patterns,
     device_folder: str,
@@ -350,31 +348,30 @@ def _by_own_marks(
     top = process
     while not reparented(top, processes):
         top = processes[top.ppid]
-        if not worker_title(top, patterns) and not helper(top):
-            if not title:
-                return None
+        if not title:
+            return None  # a helper belongs to its living parent
+        if not worker_title(top, patterns):
+            # Descent decides later, should that parent turn out to be ours.
             parent = f"{top.name} ({top.pid})"
             return Finding(process, "stranger", f"titled {process.title} but a child of {parent}, which is no server")
-    if top is not process and not title:
-        return None  # a helper under another worker: judged by descent once that worker is
 
     environment = evidence.environ(process.pid)
     run_id = (environment or {}).get(RUN_ID, "")
-    if run_id in run_ids:
-        return Finding(process, "server", f"carries the run id of server {run_ids[run_id][7:]}", run_ids[run_id])
+    for main, group in servers.items():
+        if run_id == group:
+            return Finding(process, "server", f"carries the run id of server {main}", group)
     for leader, bond in ((process.session, "session"), (process.group, "process group")):
-        main = servers.get(leader)
-        if main is not None and main.main:
-            return Finding(process, "server", f"is in the {bond} that server {leader} leads", main.group)
-    group = run_id or f"orphan-{process.pid}"
+        if leader in servers:
+            return Finding(process, "server", f"is in the {bond} that server {leader} leads", servers[leader])
+    own_group = run_id or f"orphan-{process.pid}"
     if title:
-        return Finding(process, "orphan", f"titled {process.title} and its main is gone", group)
+        return Finding(process, "orphan", f"titled {process.title} and its main is gone", own_group)
     if run_id:
-        return Finding(process, "orphan", f"{kind} with the run id of a server whose main is gone", group)
+        return Finding(process, "orphan", f"{kind} with the run id of a server whose main is gone", own_group)
     if kind not in ("compiler", "renamed worker") and any(
         KERNEL_LIBRARY.search(path) for path in evidence.maps(process.pid) or ()
     ):
-        return Finding(process, "orphan", f"{kind} with the server's kernel libraries, its main is gone", group)
+        return Finding(process, "orphan", f"{kind} with the server's kernel libraries, its main is gone", own_group)
     # Many daemons rename themselves and so blank their environment: only one that uses the driver is in question.
     uses_driver = any(path.startswith(f"{device_folder}/nvidia") for path in evidence.open_files(process.pid) or ())
     if environment is None and (kind.startswith("multiprocessing") or uses_driver):
