@@ -291,6 +291,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_memory(host: Host) -> None:
                       "print('forked', flush=True)\ntime.sleep(600)")  # fmt: skip
     assert owner.stdout and owner.stdout.readline() == "forked\n"
     assert host.snapshot()[0]["compute"] == {str(owner.pid): 100}
+    assert not list((host.state.folder / "memory" / "0").glob("*.gone"))
 
 
 def test_an_owner_may_itself_ask_nvml_and_keeps_its_memory(host: Host) -> None:
