@@ -1,0 +1,1 @@
+"""The reset on a real GPU (README.md)."""

@@ -1,0 +1,1 @@
+"""The parts of the real-GPU session that `tests/gpu/run.py` drives."""
