@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Callable
+from typing import Any, Callable
 
 from .deadline import Deadline
 from .managers import Manager, Managers, Stop
@@ -27,7 +27,7 @@ SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh")
 QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 
 Look = Callable[[], "tuple[Mapping[int, Process], Mapping[int, Finding]]"]
-Announce = Callable[[Sequence[Mapping[str, object]]], None]
+Announce = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Victim:
 class Outcome:
     """What happened: ``killed`` in the order of their ends, ``alive`` what KILL did not end, sentences in ``notes``."""
 
-    killed: list[dict[str, object]] = field(default_factory=list)
+    killed: list[dict[str, Any]] = field(default_factory=list)
     alive: list[Finding] = field(default_factory=list)
     respawners: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Outcome:
     forced: bool = False
 
 
-def planned(chosen: Mapping[int, Finding]) -> list[dict[str, object]]:
+def planned(chosen: Mapping[int, Finding]) -> list[dict[str, Any]]:
     """What a reset would end, for check mode: the main by TERM, orphans by KILL, the rest with their main."""
     rows = []
     for finding in sorted(chosen.values(), key=lambda finding: finding.process.pid):
@@ -67,7 +67,7 @@ def planned(chosen: Mapping[int, Finding]) -> list[dict[str, object]]:
     return rows
 
 
-def _row(finding: Finding, signal_name: str, seconds: float | None) -> dict[str, object]:
+def _row(finding: Finding, signal_name: str, seconds: float | None) -> dict[str, Any]:
     process = finding.process
     return {
         "pid": process.pid,

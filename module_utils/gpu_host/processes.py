@@ -282,8 +282,8 @@ def classify(
     servers = {main: _group(main, processes, evidence) for main, processes in members.items()}
     for main, group in servers.items():
         for process in members[main]:
-            command = mains.get(process.pid)
-            why = f"starts a server ({command})" if command else f"descends from server {main}"
+            starts = mains.get(process.pid)
+            why = f"starts a server ({starts})" if starts else f"descends from server {main}"
             findings[process.pid] = Finding(process, "server", why, group, main=process.pid == main)
 
     for pid, process in candidates.items():

@@ -80,7 +80,7 @@ class Proc:
     def _bytes(self, pid: int | str, name: str) -> bytes | None:
         try:
             with open(f"{self.root}/{pid}/{name}", "rb", buffering=0) as file:
-                parts = []
+                parts: list[bytes] = []
                 while True:
                     part = file.read(65536)
                     if not part:

@@ -1,0 +1,519 @@
+"""One reset of a GPU host: evidence, kill, clean, verify, in one call.
+
+``run`` returns the run record: the same data that the control node appends to artifacts/resets.jsonl. Nothing is
+touched before every parameter, the driver and the GPUs named have been found to make sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+from . import arguments, evidence, filesystems, journal, kernel_log, leftovers, server_record
+from .child import run_command
+from .deadline import Deadline
+from .ending import Ending, Outcome, planned
+from .host_lock import HostLock, LockHeld
+from .managers import Managers
+from .nvml import Reader
+from .ports import port_holders
+from .processes import COMPILERS, PROTECTED, Finding, Patterns
+from .procfs import Proc, Process
+from .readings import Gpu, UnknownGpu
+from .scope import Scope
+from .storage import StorageError
+from .survey import Look, Survey
+from .verdict import DEAD_PID, GHOST_LATCH, UNOWNED_MEMORY, Policy, Verdict
+
+SCHEMA = 1
+READ_SECONDS = 10.0  # longest wait for one look at all GPUs
+EVIDENCE_SECONDS = 5.0
+PROBE_SECONDS = 60.0
+GPU_RESET_SECONDS = 60.0
+POLL_SECONDS = (0.02, 0.25)  # first and longest pause between two looks at the GPUs
+KERNEL_LOG_SECONDS = 600.0  # how far back kernel messages may explain what is found now
+SIMULATED = "-simulated"  # ends the driver version of a simulated host
+
+
+class Refused(Exception):
+    """The call makes no sense as it stands; the text says what was found, what was expected and what to do."""
+
+
+def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False) -> dict[str, Any]:
+    """Reset the host that this runs on and return the run record.
+
+    ``params`` are those of library/gpu_reset.py. In check mode nothing is signalled, written or deleted: ``killed``
+    and ``cleaned`` hold what would be. ``failed`` is set unless the host is clean.
+    """
+    reset = Reset(params, check_mode)
+    try:
+        reset.run()
+    except (Refused, UnknownGpu, LockHeld, StorageError, leftovers.Refused) as reason:
+        reset.refuse(str(reason))
+    finally:
+        reset.close()
+    if diff:
+        reset.record["diff"] = _diff(reset.record)
+    return reset.record
+
+
+class Reset:
+    """The state of one run: what was read, and the record as it grows."""
+
+    def __init__(self, params: Mapping[str, Any], check_mode: bool, proc: Proc | None = None) -> None:
+        self.params = params
+        self.check_mode = check_mode
+        self.proc = proc or Proc()
+        own_uid = os.getuid() if params["own_processes_only"] else None
+        self.scope = Scope(params["scope_cgroup"], params["scope_folder"], own_uid)
+        self.patterns = Patterns(
+            tuple(params["server_modules"]),
+            tuple(params["server_commands"]),
+            tuple(params["server_titles"]),
+            PROTECTED + tuple(params["protected"]),
+        )
+        self.reader = Reader()
+        self.survey = Survey(
+            self.proc,
+            self.patterns,
+            self.scope,
+            self.reader,
+            params["gpus"],
+            params["kill_strangers"],
+            params["device_folder"],
+        )
+        self.managers = Managers(self.proc)
+        self.policy = Policy(free_mib=params["free_mib"], protected_mib=params["protected_mib"])
+        self.outcome = Outcome()
+        self.dirty: list[str] = []
+        self.record = _empty_record(params)
+        self._lock_folders: list[str] = []
+        self._trees: list[str] = []
+        self._began = time.monotonic()
+        self._journal: journal.Journal | None = None
+        self._lock: HostLock | None = None
+
+    def run(self) -> None:
+        """All phases that were asked for, in their order, and the verdict."""
+        self._check_parameters()
+        phases = self.params["phases"]
+        if not self.check_mode:
+            self._take_lock()
+        with self._timed("look"):
+            self.survey.read(Deadline(READ_SECONDS))
+            self._check_driver()
+            look = self.survey.look()
+            before, _ = self.survey.judge(look, self.policy)
+        self._note_gpus(before)
+        self._find_places(look)
+        self._note_servers(look)
+        if not self.check_mode:
+            self._begin_journal()
+        if "evidence" in phases and self._needs_evidence(look, before):
+            with self._timed("evidence"):
+                self._collect_evidence(look)
+        if "kill" in phases:
+            with self._timed("kill"):
+                self._kill(look)
+        if "clean" in phases:
+            with self._timed("clean"):
+                self._clean(look)
+        if "verify" in phases or "kill" in phases:
+            with self._timed("verify"):
+                self._verify(wait="verify" in phases)
+        self._decide()
+        self._finish()
+
+    def refuse(self, sentence: str) -> None:
+        """End without a verdict: nothing on the host was changed."""
+        self.record.update(verdict="unknown", reason=sentence, msg=sentence, failed=True)
+        self._finish()
+
+    def close(self) -> None:
+        self.reader.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # Before anything happens
+
+    def _check_parameters(self) -> None:
+        problems = arguments.problems(dict(self.params)) + self.scope.problems()
+        if problems:
+            raise Refused(" ".join(problems))
+        if os.geteuid() != 0 and not self.params["own_processes_only"]:
+            raise Refused(
+                f"A reset ends processes of every user and runs as uid {os.geteuid()}: use become: true, or set"
+                " own_processes_only: true when only this user's processes are meant."
+            )
+
+    def _take_lock(self) -> None:
+        folder = self.params["state_folder"]
+        self.record["earlier"] = []
+        self._lock = HostLock(folder, self.record["run_id"], _who(), self.params["lock_timeout"]).acquire()
+        self.record["earlier"] = journal.unrecorded(
+            folder, self.params["last_recorded_run"], live_run=self.record["run_id"]
+        )
+
+    def _check_driver(self) -> None:
+        readings = self.survey.readings
+        self.record["source"] = readings.source
+        self.record["simulated"] = bool(readings.driver_version and readings.driver_version.endswith(SIMULATED))
+        if readings.source == "none":
+            raise Refused(f"No GPU can be judged on this host: {readings.error}")
+        if not readings.gpus and not readings.error:
+            raise Refused("The driver lists no GPU on this host; take it out of the inventory or look in dmesg.")
+
+    def _begin_journal(self) -> None:
+        self._journal = journal.Journal(self.params["state_folder"], self.record["run_id"])
+        self._journal.begun({name: self.record[name] for name in ("host", "servers", "policy", "started", "simulated")})
+
+    # What was found
+
+    def _note_gpus(self, verdicts: Sequence[tuple[Gpu, Verdict]]) -> None:
+        """Put readings and verdicts into the record; the first readings stay as those from before."""
+        before = {gpu["uuid"]: gpu["used_mib_before"] for gpu in self.record["gpus"]}
+        self.record["gpus"] = [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "used_mib_before": before.get(gpu.uuid, gpu.used_mib),
+                "used_mib_after": gpu.used_mib,
+                "verdict": one.verdict,
+                "cure": one.cure,
+                "detail": one.detail,
+                "pids": one.pids,
+            }
+            for gpu, one in verdicts
+        ]
+
+    def _note_servers(self, look: Look) -> None:
+        """Name the servers that are to end, and keep what it takes to start each one again while it still lives."""
+        listed = self.survey.listed()
+        for finding in look.chosen.values():
+            if not finding.main:
+                continue
+            unit = self._unit_of(finding)
+            pids = [pid for pid, other in look.chosen.items() if other.group == finding.group]
+            uuids = {uuid for pid in pids for uuid in listed.get(pid, ())}
+            run_id = "" if finding.group.startswith("server-") else finding.group
+            record = server_record.from_process(
+                self.proc, finding.process, uuids, unit=unit, run_id=run_id, who=_who()
+            )
+            if record is None:
+                continue
+            self.record["servers"].append(record.name)
+            if not self.check_mode:
+                server_record.save(record, self.params["state_folder"])
+
+    def _unit_of(self, finding: Finding) -> str:
+        manager = self.managers.of(finding.process, Deadline(READ_SECONDS))
+        if manager is not None and manager.kind == "unit" and manager.main_pid == finding.process.pid:
+            return manager.name
+        return ""
+
+    # Phases
+
+    def _needs_evidence(self, look: Look, verdicts: Sequence[tuple[Gpu, Verdict]]) -> bool:
+        return not self.check_mode and bool(look.chosen or any(not one.clean for _, one in verdicts))
+
+    def _collect_evidence(self, look: Look) -> None:
+        log = kernel_log.read(Deadline(1.0), since=time.time() - KERNEL_LOG_SECONDS)
+        self.record["kernel_events"] = [asdict(event) for event in log.events]
+        if not log.available:
+            self.record["notes"].append(f"The kernel log is unavailable: {log.why}")
+        self.record["evidence"] = evidence.collect(
+            self.params["state_folder"],
+            self.record["run_id"],
+            self.proc,
+            [finding.process for finding in look.chosen.values()],
+            self.survey.readings,
+            log,
+            Deadline(EVIDENCE_SECONDS),
+        )
+
+    def _kill(self, look: Look) -> None:
+        if self.check_mode:
+            self.record["killed"] = planned(look.chosen)
+            return
+
+        def chosen() -> tuple[Mapping[int, Any], Mapping[int, Finding]]:
+            now = self.survey.look()
+            return now.processes, now.chosen
+
+        if look.chosen:
+            self.outcome = Ending(
+                self.proc,
+                chosen,
+                self.managers,
+                self._announce,
+                self.params["grace"],
+                self.params["kill_timeout"],
+            ).run()
+        self.record["killed"] = self.outcome.killed
+        self.record["respawners"] = self.outcome.respawners
+        self.record["notes"] += self.outcome.notes
+        self.dirty += self.outcome.respawners
+        self.dirty += [
+            f"{finding.process.name} ({finding.process.pid}) did not end within {self.params['kill_timeout']:g} s of"
+            " SIGKILL: reboot the host"
+            for finding in self.outcome.alive
+        ]
+
+    def _announce(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._journal is not None:
+            self._journal.will_signal(rows)
+
+    def _find_places(self, look: Look) -> None:
+        """Where the servers that are to end keep their modules and build their extensions, read while they live."""
+        uids, environments, search_path = {os.getuid()}, [], []
+        for finding in look.chosen.values():
+            uids.add(finding.process.uid)
+            if finding.main:
+                environment = self.proc.environ(finding.process.pid) or {}
+                cwd = self.proc.cwd(finding.process.pid) or ""
+                environments.append(environment)
+                search_path += leftovers.module_search_path(finding.process.argv, environment, cwd)
+        for record in server_record.load_all(self.params["state_folder"])[0]:
+            uids.add(record.uid)
+            environments.append(record.environment or {})
+            search_path += leftovers.module_search_path(record.argv, record.environment or {}, record.cwd)
+        self._lock_folders = self.params["lock_folders"] or leftovers.default_lock_folders(sorted(uids), environments)
+        self._trees = [
+            tree for name in self.params["bytecode_paths"] for tree in leftovers.bytecode_trees(name, search_path)
+        ]
+
+    def _clean(self, look: Look) -> None:
+        """Delete what the ended servers left behind; in check mode judged as if they were dead already."""
+        doomed = frozenset(look.chosen) if self.check_mode else frozenset()
+        surroundings = leftovers.Surroundings(
+            self.proc,
+            alive=self._living_users(look, doomed),
+            as_if_dead=doomed,
+            sees=lambda process: self.scope.sees(self.proc, process),
+            own_folders=(self.scope.folder,) if self.scope.folder else (),
+        )
+        found = leftovers.find(surroundings, self._trees, self._lock_folders, self.params["shm_folder"])
+        if self.check_mode:
+            self.record["cleaned"] = [{"path": item.shown, "why": item.why} for item in found if item.deletable]
+            self.record["kept"] = [{"path": item.shown, "why": item.why_kept} for item in found if not item.deletable]
+            return
+        for outcome in leftovers.remove_all(found, surroundings, self._note_removed):
+            self.record["cleaned" if outcome.removed else "kept"].append({"path": outcome.path, "why": outcome.why})
+
+    def _note_removed(self, outcome: leftovers.Outcome) -> None:
+        if self._journal is not None:
+            self._journal.removed({"path": outcome.path, "why": outcome.why})
+
+    def _living_users(self, look: Look, doomed: frozenset[int]) -> tuple[Process, ...]:
+        """Servers and compilers that live on: what they lock or map is in use, whatever its name says."""
+        now = look if self.check_mode else self.survey.look()
+        return tuple(
+            process
+            for pid, process in now.processes.items()
+            if pid not in doomed
+            and ((pid in now.findings and now.findings[pid].ours) or process.exe_name in COMPILERS)
+        )
+
+    def _verify(self, wait: bool) -> None:
+        """Wait until every GPU asked for is free or can be named, and look whether any server process is left."""
+        unkillable = frozenset(finding.process.pid for finding in self.outcome.alive)
+        deadline = Deadline(self.params["verify_timeout"] if wait and not self.check_mode else 0.0)
+        pause, longest = POLL_SECONDS
+        while True:
+            self.survey.read(Deadline(READ_SECONDS))
+            look = self.survey.look()
+            verdicts, settled = self.survey.judge(look, self.policy, unkillable)
+            clean = all(one.clean for _, one in verdicts) and settled
+            hopeless = not look.chosen and settled and not any(_may_change(one) for _, one in verdicts)
+            if clean or hopeless or deadline.expired():
+                break
+            time.sleep(min(pause, deadline.remaining()))
+            pause = min(pause * 2, longest)
+        if not self.check_mode:
+            verdicts = self._repair(look, verdicts, unkillable)
+            if self.params["probe"]:
+                self._probe([gpu for gpu, one in verdicts if one.clean])
+        self._note_gpus(verdicts)
+        self._note_spared(look)
+        self._note_ports(look)
+        if self.check_mode:
+            return
+        killed = {row["pid"] for row in self.record["killed"]} | unkillable
+        for pid, finding in look.chosen.items():
+            if finding.ours and pid not in killed:
+                parent = look.processes.get(finding.process.ppid)
+                by = f", started by {parent.name} ({parent.pid})" if parent is not None and parent.pid != 1 else ""
+                self.dirty.append(f"{finding.process.name} ({pid}) appeared after the kill{by}: reset again")
+
+    def _repair(
+        self, look: Look, verdicts: list[tuple[Gpu, Verdict]], unkillable: frozenset[int]
+    ) -> list[tuple[Gpu, Verdict]]:
+        """Try the cures that were asked for by name on GPUs that no process uses, gentlest first."""
+        for cure in ("probe", "gpu_reset"):
+            broken = [gpu for gpu, one in verdicts if one.verdict in (GHOST_LATCH, UNOWNED_MEMORY, DEAD_PID)]
+            if cure not in self.params["repair"] or not broken:
+                continue
+            if cure == "probe":
+                from . import cuda_probe
+
+                cuda_probe.touch(broken, Deadline(PROBE_SECONDS))
+            else:
+                for gpu in broken:
+                    done = run_command(["nvidia-smi", "--gpu-reset", "-i", gpu.uuid], Deadline(GPU_RESET_SECONDS))
+                    self.record["notes"].append(f"nvidia-smi --gpu-reset of GPU {gpu.index}: {done.stdout.strip()}")
+            self.survey.forget_samples()
+            for _ in range(4):  # a latch shows over several samples
+                self.survey.read(Deadline(READ_SECONDS))
+                verdicts, _settled = self.survey.judge(look, self.policy, unkillable)
+                if all(one.clean for _, one in verdicts):
+                    break
+                time.sleep(self.policy.latch_seconds / 3)
+            self.record["changed"] = True
+        return verdicts
+
+    def _probe(self, gpus: Sequence[Gpu]) -> None:
+        from . import cuda_probe
+
+        with self._timed("probe"):
+            probes = cuda_probe.probe(gpus, Deadline(PROBE_SECONDS))
+        self.record["probes"] = [asdict(one) for one in probes]
+        self.dirty += [
+            f"GPU {one.index} is empty but not usable: {one.error}: see dmesg for Xid lines, then reset the GPU"
+            for one in probes
+            if not one.ok
+        ]
+
+    def _note_spared(self, look: Look) -> None:
+        """Everything that was looked at and let live, and what of it makes the host dirty."""
+        for pid, finding in sorted(look.findings.items()):
+            if pid in look.chosen:
+                continue
+            why = finding.why
+            if pid in look.elsewhere:
+                why = f"{why}; runs on GPUs that were not asked for"
+            if pid in look.undecided:
+                why = f"{why}; the driver lists it on no GPU, so it may still take one of those asked for"
+            self.record["spared"].append(
+                {"pid": pid, "name": finding.process.name, "class": finding.kind, "why": why}
+            )
+            if finding.doubtful or (pid in look.undecided and finding.main):
+                self.dirty.append(f"{finding.process.name} ({pid}): {why}; end it yourself, or reset all GPUs")
+
+    def _note_ports(self, look: Look) -> None:
+        holders = port_holders(self.proc, self.params["ports"])
+        self.record["ports"] = holders
+        self.record["shm_free_mib"] = filesystems.free_mib(self.params["shm_folder"])
+        if self.check_mode:
+            return
+        self.dirty += [
+            f"port {one['port']} is still held by {one['name'] or 'a process that cannot be seen'} ({one['pid']})"
+            for one in holders
+        ]
+        free, least = self.record["shm_free_mib"], self.params["min_shm_free_mib"]
+        if least and free is not None and free < least:
+            self.dirty.append(
+                f"{self.params['shm_folder']} has {free} MiB free, {least} MiB are asked for: NCCL fails to start there"
+            )
+
+    # The verdict
+
+    def _decide(self) -> None:
+        record = self.record
+        bad = [gpu for gpu in record["gpus"] if gpu["verdict"] not in ("free", "protected_only")]
+        reasons = [f"GPU {gpu['index']} is {gpu['verdict']}: {gpu['detail']}" for gpu in bad] + self.dirty
+        record["changed"] = record["changed"] or bool(record["killed"] or record["cleaned"])
+        judged = "verify" in self.params["phases"] or "kill" in self.params["phases"]
+        if not judged:
+            record["verdict"], reasons = "unknown", ["neither kill nor verify was asked for"]
+        elif self.survey.readings.error and not record["gpus"]:
+            record["verdict"], reasons = "unknown", [f"GPUs cannot be judged: {self.survey.readings.error}"]
+        elif bad and all(gpu["verdict"] == "unknown" for gpu in bad) and not self.dirty:
+            record["verdict"] = "unknown"
+        else:
+            record["verdict"] = "dirty" if reasons else "clean"
+        record["reason"] = "; ".join(reasons)
+        record["predicted"] = self.check_mode
+        record["failed"] = judged and record["verdict"] not in ("clean", "skipped") and not self.check_mode
+        record["msg"] = self._message()
+
+    def _message(self) -> str:
+        record = self.record
+        mark = "SIMULATED: " if record["simulated"] else ""
+        if self.check_mode:
+            return (
+                f"{mark}would end {len(record['killed'])} processes and delete {len(record['cleaned'])} files;"
+                f" the host is {record['verdict']} now"
+            )
+        done = f"{len(record['killed'])} processes ended, {len(record['cleaned'])} files deleted"
+        return f"{mark}{record['verdict']}: {record['reason'] or done}"
+
+    def _finish(self) -> None:
+        self.record["seconds"]["total"] = round(time.monotonic() - self._began, 3)
+        if self.outcome.last_exit is not None:
+            self.record["seconds"]["last_exit_to_verdict"] = round(time.monotonic() - self.outcome.last_exit, 3)
+        if self._journal is not None:
+            self._journal.finished({name: value for name, value in self.record.items() if name != "earlier"})
+            if self._journal.problem:
+                self.record["notes"].append(self._journal.problem)
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.record["seconds"][phase] = round(time.monotonic() - began, 3)
+
+
+def _may_change(one: Verdict) -> bool:
+    """Whether waiting can help: the driver gives memory back some time after the process is gone."""
+    return one.verdict in (DEAD_PID, UNOWNED_MEMORY)
+
+
+def _who() -> str:
+    """Who asked for this, for the lock and the records: the person behind sudo where there is one."""
+    return os.environ.get("SUDO_USER") or os.environ.get("USER") or str(os.getuid())
+
+
+def _diff(record: Mapping[str, Any]) -> dict[str, str]:
+    """What ends and what is deleted, as Ansible shows a difference."""
+    lines = [f"process {row['pid']} {row['name']} ({row['why']})" for row in record["killed"]]
+    lines += [f"file {row['path']} ({row['why']})" for row in record["cleaned"]]
+    return {"before": "".join(line + "\n" for line in lines), "after": ""}
+
+
+def _empty_record(params: Mapping[str, Any]) -> dict[str, Any]:
+    now = datetime.now(timezone.utc)
+    return {
+        "schema": SCHEMA,
+        "run_id": params["run_id"] or f"{now:%Y%m%dT%H%M%S.%f}-{os.getpid()}",
+        "host": os.uname().nodename,
+        "servers": [],
+        "policy": params["policy"],
+        "started": now.isoformat(timespec="milliseconds"),
+        "verdict": "unknown",
+        "reason": "",
+        "simulated": False,
+        "gpus": [],
+        "killed": [],
+        "spared": [],
+        "cleaned": [],
+        "kept": [],
+        "evidence": "",
+        "kernel_events": [],
+        "respawners": [],
+        "ports": [],
+        "notes": [],
+        "shm_free_mib": None,
+        "source": "none",
+        "seconds": {},
+        "earlier": [],
+        "changed": False,
+        "failed": False,
+        "msg": "",
+    }
