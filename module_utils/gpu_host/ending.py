@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Callable
 
+from .command_line import SHELLS
 from .deadline import Deadline
 from .managers import Manager, Managers, Stop
 from .processes import SSHD, Finding, reparented
@@ -22,7 +23,6 @@ from .signals import Target, gone, send, take, wait_any
 LOOK_SECONDS = 0.25  # longest time between two looks at all processes
 LINGER_SECONDS = 3.0  # a worker whose main just ended in order leaves by itself within this time
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh")
 # Parents that live on and start nothing by themselves.
 QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Callable, Protocol
 
+from .command_line import is_interpreter, program
 from .procfs import Process
 
 SERVER_MODULES = ("sglang.launch_server", "vllm.entrypoints.openai.api_server")
@@ -61,7 +62,6 @@ COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink"
 RUN_ID = "SGLANG_RUN_ID"  # set by the main process for its children (sglang 0.5.17 and 0.5.23, engine.py)
 # The compiled extensions themselves: a folder of that name somewhere in a path proves nothing.
 KERNEL_LIBRARY = re.compile(r"/(?:sgl_kernel/(?:sm\d+/)?(?:common|flash|spatial)_ops|vllm/_C)[^/]*\.so$")
-INTERPRETER = re.compile(r"^(?:python|pypy)[\d.]*t?$")
 
 
 class Evidence(Protocol):
@@ -93,7 +93,7 @@ class Patterns:
                     " such as 'sglang.launch_server'."
                 )
         for command in self.commands:
-            if not re.match(r"^[A-Za-z][\w-]+ [a-z][\w-]+$", command) or INTERPRETER.match(command.split()[0]):
+            if not re.match(r"^[A-Za-z][\w-]+ [a-z][\w-]+$", command) or is_interpreter(command.split()[0]):
                 found.append(
                     f"server_commands: {command!r} would match unrelated processes; expected a console script and"
                     " its subcommand such as 'sglang serve'."
@@ -125,49 +125,6 @@ class Finding:
     @property
     def ours(self) -> bool:
         return self.kind in ("server", "orphan")
-
-
-@dataclass(frozen=True)
-class Program:
-    """What an interpreter was asked to run: a module, a script or code, and the arguments after it."""
-
-    module: str = ""
-    script: str = ""
-    code: str = ""
-    arguments: tuple[str, ...] = ()
-
-
-def is_interpreter(path: str) -> bool:
-    return bool(INTERPRETER.match(PurePosixPath(path).name))
-
-
-def program(argv: tuple[str, ...]) -> Program:
-    """What a command line runs, its interpreter and the interpreter's own options taken off."""
-    if not argv:
-        return Program()
-    if not is_interpreter(argv[0]):
-        return Program(script=argv[0], arguments=argv[1:])
-    index = 1
-    while index < len(argv) and argv[index].startswith("-") and argv[index] != "-":
-        word = argv[index]
-        index += 1
-        if word.startswith("--"):
-            index += word == "--check-hash-based-pycs"
-            continue
-        for position, letter in enumerate(word[1:], start=1):
-            if letter not in "mcWX":
-                continue
-            attached = word[position + 1 :]
-            value = attached or (argv[index] if index < len(argv) else "")
-            index += not attached
-            if letter == "m":
-                return Program(module=value, arguments=argv[index:])
-            if letter == "c":
-                return Program(code=value, arguments=argv[index:])
-            break
-    if index >= len(argv):
-        return Program()
-    return Program(script=argv[index], arguments=argv[index + 1 :])
 
 
 def server_command(argv: tuple[str, ...], patterns: Patterns) -> str:

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from .command_line import short_name
+
 PF_KTHREAD = 0x00200000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # Inode of the PID namespace that the kernel itself starts with (PROC_PID_INIT_INO in linux/proc_ns.h).
@@ -55,15 +57,8 @@ class Process:
 
     @property
     def name(self) -> str:
-        """A short name for people: the title, or the program and what it runs. No options, which may hold secrets."""
-        if not self.argv:
-            return self.comm
-        words = [PurePosixPath(self.argv[0]).name or self.argv[0]]
-        for word in self.argv[1:3]:
-            if word.startswith("-") and word not in ("-m", "-c"):
-                break
-            words.append(word)
-        return " ".join(words)[:80]
+        """A short name for people, without options."""
+        return short_name(self.argv) if self.argv else self.comm
 
     @property
     def gone(self) -> bool:
