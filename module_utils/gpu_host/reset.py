@@ -94,6 +94,7 @@ class Reset:
         self.record = _empty_record(params)
         self._lock_folders: list[str] = []
         self._trees: list[str] = []
+        self._known_servers: list[server_record.ServerRecord] = []
         self._began = time.monotonic()
         self._journal: journal.Journal | None = None
         self._lock: HostLock | None = None
@@ -192,23 +193,31 @@ class Reset:
         ]
 
     def _note_servers(self, look: Look) -> None:
-        """Name the servers that are to end, and keep what it takes to start each one again while it still lives."""
+        """Name the servers that are to end, and keep what it takes to start each one again while it still lives.
+
+        A server whose main is gone has its name from the record that carries its run id, where there is one.
+        """
         listed = self.survey.listed()
+        by_run_id = {one.run_id: one.name for one in self._known_servers if one.run_id}
+        names = {by_run_id[finding.group] for finding in look.chosen.values() if finding.group in by_run_id}
         for finding in look.chosen.values():
             if not finding.main:
                 continue
-            unit = self._unit_of(finding)
-            pids = [pid for pid, other in look.chosen.items() if other.group == finding.group]
-            uuids = {uuid for pid in pids for uuid in listed.get(pid, ())}
-            run_id = "" if finding.group.startswith("server-") else finding.group
+            members = [pid for pid, other in look.chosen.items() if other.group == finding.group]
+            uuids = {uuid for pid in members for uuid in listed.get(pid, ())}
             record = server_record.from_process(
-                self.proc, finding.process, uuids, unit=unit, run_id=run_id, who=_who()
+                self.proc,
+                finding.process,
+                uuids,
+                unit=self._unit_of(finding),
+                run_id="" if finding.group.startswith("server-") else finding.group,
+                who=_who(),
             )
-            if record is None:
-                continue
-            self.record["servers"].append(record.name)
-            if not self.check_mode:
-                server_record.save(record, self.params["state_folder"])
+            if record is not None:
+                names.add(record.name)
+                if not self.check_mode:
+                    server_record.save(record, self.params["state_folder"])
+        self.record["servers"] = sorted(names)
 
     def _unit_of(self, finding: Finding) -> str:
         manager = self.managers.of(finding.process, Deadline(READ_SECONDS))
@@ -278,7 +287,9 @@ class Reset:
                 cwd = self.proc.cwd(finding.process.pid) or ""
                 environments.append(environment)
                 search_path += leftovers.module_search_path(finding.process.argv, environment, cwd)
-        for record in server_record.load_all(self.params["state_folder"])[0]:
+        self._known_servers, problems = server_record.load_all(self.params["state_folder"])
+        self.record["notes"] += problems
+        for record in self._known_servers:
             uids.add(record.uid)
             environments.append(record.environment or {})
             search_path += leftovers.module_search_path(record.argv, record.environment or {}, record.cwd)
