@@ -6,6 +6,7 @@ that could not be read is None, and `errors` says why in the driver's words; Non
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,9 @@ class Readings:
     error: str | None
 
 
+_PCI = re.compile(r"^(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2}\.[0-7])$")
+
+
 class UnknownGpu(ValueError):
     """A GPU was asked for that the host does not have; the text says what is there."""
 
@@ -87,16 +91,11 @@ def from_json(data: Mapping[str, Any]) -> Readings:
 
 def normal_pci(text: str) -> str:
     """A PCI id in one spelling: '00000000:3B:00.0' (NVML's) and '0000:3b:00.0' (Linux's) become equal."""
-    domain, separator, rest = text.strip().lower().rpartition(":")[0].rpartition(":")
-    tail = text.strip().lower().rpartition(":")[2]
-    if not separator:
-        domain, rest = "", rest or domain
-    if "." not in tail:
-        return text.strip().lower()
-    try:
-        return "%04x:%02x:%s" % (int(domain or "0", 16), int(rest, 16), tail)
-    except ValueError:
-        return text.strip().lower()
+    low = text.strip().lower()
+    found = _PCI.match(low)
+    if not found:
+        return low
+    return f"{int(found.group(1) or '0', 16):04x}:{int(found.group(2), 16):02x}:{found.group(3)}"
 
 
 def select(readings: Readings, wanted: Iterable[object]) -> list[Gpu]:

@@ -28,7 +28,7 @@ def test_the_output_is_read_as_it_is_meant(case):
     assert (readings.source, readings.error) == ("nvidia-smi", None)
     assert readings.driver_version == case.get("driver_version", readings.driver_version)
     assert [gpu.index for gpu in readings.gpus] == [gpu["index"] for gpu in case["gpus"]]
-    for gpu, expected in zip(readings.gpus, case["gpus"]):
+    for gpu, expected in zip(readings.gpus, case["gpus"], strict=True):
         for field in expected.pop("errors_in", []):
             assert field in gpu.errors
         if expected.get("processes"):
