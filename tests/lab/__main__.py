@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tests.lab import image
 from tests.lab.command import LabError
-from tests.lab.image import LabUnavailableError
+from tests.lab.image import REPOSITORY, LabUnavailableError
 from tests.lab.lab import Lab, all_labs, sweep
 
 
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     ssh.add_argument("command", nargs=argparse.REMAINDER)
     enter = add("enter", _enter, "run a command inside the lab's network")
     enter.add_argument("command", nargs=argparse.REMAINDER)
+    molecule = add("molecule", _molecule, "run Molecule scenarios, each in a lab of its own")
+    molecule.add_argument("scenario", nargs="?", default="all")
+    molecule.add_argument("--keep", action="store_true", help="leave the hosts there, to look at them")
     return parser
 
 
@@ -63,12 +66,15 @@ def _up(options: argparse.Namespace) -> None:
     there = set(lab.host_names())
     for host in [lab.start_host(name, wait=False) for name in names if name not in there]:
         host.wait_until_up()
+    lab.write_inventory()
     _status(options)
 
 
 def _down(options: argparse.Namespace) -> None:
     if options.hosts:
-        Lab.open(options.name).stop_hosts(options.hosts)
+        lab = Lab.open(options.name)
+        there = lab.host_names()
+        lab.stop_hosts(name for name in options.hosts if name in there)
     else:
         Lab(options.name).down()
 
@@ -90,6 +96,41 @@ def _enter(options: argparse.Namespace) -> int:
     lab = Lab.open(options.name)
     lab.check_no_way_out()
     return subprocess.call(lab.enter(options.command), env=os.environ | lab.ansible_environment())
+
+
+def _molecule(options: argparse.Namespace) -> int:
+    scenarios = sorted(path.parent.name for path in (REPOSITORY / "molecule").glob("*/molecule.yml"))
+    if options.scenario != "all" and options.scenario not in scenarios:
+        raise LabError(f"There is no scenario {options.scenario}; there are: {', '.join(scenarios)}")
+    sweep()
+    chosen = scenarios if options.scenario == "all" else [options.scenario]
+    failed = [scenario for scenario in chosen if _run_scenario(scenario, options.keep) != 0]
+    if failed:
+        print(f"Failed: {', '.join(failed)}. Look at the hosts with: molecule/run {failed[0]} --keep", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _run_scenario(scenario: str, keep: bool) -> int:
+    """Run `molecule test` inside the network of a fresh lab; returns its status."""
+    name = f"molecule-{scenario.replace('_', '-')}-{os.getpid()}"
+    lab = Lab.create(name, owner=None if keep else os.getpid())
+    try:
+        environment = os.environ | lab.ansible_environment()
+        del environment["ANSIBLE_CONFIG"]  # Molecule writes its own
+        environment |= {
+            "LAB_NAME": name,
+            "LAB_INVENTORY": str(lab.write_inventory()),
+            "GPU_ARTIFACTS": str(lab.folder / "artifacts"),
+            "MOLECULE_COMMAND_BORDERS": "false",
+        }
+        lab.check_no_way_out()
+        command = ["molecule", "test", "--scenario-name", scenario, *(["--destroy=never"] if keep else [])]
+        return subprocess.call(lab.enter(command), env=environment, cwd=REPOSITORY)
+    finally:
+        if keep:
+            print(f"The lab stays: python -m tests.lab --name {name} ssh gpu-1 (or down)", file=sys.stderr)
+        else:
+            lab.down()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.lab import processes
-from tests.lab.command import LabError, replace, run, wait_for
+from tests.lab.command import LabError, run, wait_for
 from tests.lab.image import CACHE, REPOSITORY, LabUnavailableError
 from tests.lab.processes import Process
 from tests.lab.server import Server, launch
@@ -148,6 +149,15 @@ class Host:
         clean = ["env", "-i", f"--chdir={home}", *(f"{name}={value}" for name, value in fresh.items())]
         return ["sh", "-c", ENTER, "sh", str(self.init), *clean, *words]
 
+    def start(self, command: str, environment: Mapping[str, str] | None = None, user: str = "root") -> Process:
+        """Start a shell command by nohup over ssh, which ends afterwards; returns the process as it began."""
+        words = "".join(f"export {name}={shlex.quote(value)}; " for name, value in (environment or {}).items())
+        started = self.ssh(f"{words}nohup {command} > /dev/null 2>&1 < /dev/null & echo $!", user=user)
+        process = self.process(int(started.stdout))
+        if process is None:
+            raise LabError(f"On {self.name} this ended at once: {command}")
+        return process
+
     def write(self, path: str, text: str, mode: str = "0644") -> None:
         """Write a file on the host, with the folders above it."""
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1" && chmod "$2" "$1"'
@@ -208,8 +218,8 @@ class Host:
                 "State D needs the cgroup-v1 freezer: boot with systemd.unified_cgroup_hierarchy=0, "
                 "or mount it: mount -t cgroup -o freezer freezer /sys/fs/cgroup/freezer"
             )
-        group = FREEZER / self._freezer(pid)
-        group.mkdir()
+        group = self._freezer(pid)
+        group.mkdir(parents=True)
         outside = self._outside(pid)
         (group / "cgroup.procs").write_text(str(outside))
         (group / "freezer.state").write_text("FROZEN")
@@ -218,14 +228,15 @@ class Host:
 
     def thaw(self, pid: int) -> None:
         """Let a frozen process go on, or die of the SIGKILL that waits for it."""
-        _thaw(FREEZER / self._freezer(pid))
+        _thaw(self._freezer(pid))
 
     def thaw_all(self) -> None:
-        for group in FREEZER.glob(f"{self.lab.namespace}.{self.name}.*"):
+        for group in self._freezer(0).parent.glob("frozen-*"):
             _thaw(group)
 
-    def _freezer(self, pid: int) -> str:
-        return f"{self.lab.namespace}.{self.name}.{pid}"
+    def _freezer(self, pid: int) -> Path:
+        """The freezer group of one process, within the host's own."""
+        return FREEZER / self.cgroup.lstrip("/") / f"frozen-{pid}"
 
     def force_next_pid(self, pid: int) -> None:
         """Make the host's next new process get this pid; LabError if a process has it.
@@ -290,7 +301,7 @@ class Host:
         """Run one module on the host over ssh; return its result, a failed one too."""
         results = self.folder / "results"
         shutil.rmtree(results, ignore_errors=True)
-        words = ["ansible", self.name, "--inventory", str(self._inventory(user)), "--module-name", module]
+        words = ["ansible", self.name, "--inventory", str(self.lab.write_inventory(user)), "--module-name", module]
         words += ["--tree", str(results)]
         words += ["--args", json.dumps(dict(arguments))] if arguments else []
         words += ["--check"] if check_mode else []
@@ -312,7 +323,7 @@ class Host:
         timeout: float = 180,
     ) -> subprocess.CompletedProcess[str]:
         """Run a playbook of the repository (or an absolute path) against this host alone; its status is not checked."""
-        inventory = self._inventory(user)
+        inventory = self.lab.write_inventory(user)
         words = ["ansible-playbook", "--inventory", str(inventory), "--limit", self.name]
         words += ["--extra-vars", json.dumps(dict(extra_vars or {})), *arguments, str(REPOSITORY / path)]
         return self._ansible(words, dict(environment or {}), timeout)
@@ -323,15 +334,6 @@ class Host:
         self.lab.check_no_way_out(self.address)
         environment = self.lab.ansible_environment() | environment
         return run(self.lab.enter(words), environment, check=False, timeout=timeout, folder=REPOSITORY)
-
-    def _inventory(self, user: str) -> Path:
-        path = self.lab.folder / f"inventory-{user}" / "hosts.json"
-        path.parent.mkdir(exist_ok=True)
-        replace(path, json.dumps(self.lab.inventory(user), indent=1))
-        link = path.parent / "group_vars"
-        if not link.is_symlink():
-            link.symlink_to(REPOSITORY / "group_vars")
-        return path.parent
 
 
 def _device_nodes(gpus: int) -> dict[str, str]:
@@ -364,7 +366,7 @@ def _nvml_double() -> Path:
 
 
 def _thaw(group: Path) -> None:
-    """Thaw a freezer group, send its processes back to the root group and remove it."""
+    """Thaw a freezer group, send its processes back to the group above and remove it."""
     if not group.is_dir():
         return
     (group / "freezer.state").write_text("THAWED")

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.lab import image
-from tests.lab.command import LabError, run
+from tests.lab.command import LabError, replace, run
 from tests.lab.host import PATH, Host
 from tests.lab.image import REPOSITORY
 from tests.lab.processes import ancestors, start_ticks
@@ -283,6 +283,16 @@ class Lab:
         }
         hosts = {host.name: {"ansible_host": host.address} for host in self.hosts()}
         return {"all": {"children": {"gpu_hosts": {"vars": variables, "children": {"blackwell": {"hosts": hosts}}}}}}
+
+    def write_inventory(self, user: str = "root") -> Path:
+        """Write that inventory, with the repository's group_vars beside it; return its folder."""
+        path = self.folder / f"inventory-{user}" / "hosts.json"
+        path.parent.mkdir(exist_ok=True)
+        replace(path, json.dumps(self.inventory(user), indent=1))
+        link = path.parent / "group_vars"
+        if not link.is_symlink():
+            link.symlink_to(REPOSITORY / "group_vars")
+        return path.parent
 
     @staticmethod
     def ssh_options() -> list[str]:

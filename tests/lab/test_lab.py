@@ -207,6 +207,12 @@ def test_a_server_starts_by_nohup_over_ssh_and_as_a_unit_and_answers(start_gpu_h
         assert host.state.used_mib(0) > 1024
 
 
+def test_a_process_that_ssh_started_outlives_its_session(gpu_host: Host) -> None:
+    process = gpu_host.start("sleep 600", user="engineer")
+    assert gpu_host.process(process.pid).command == ("sleep", "600")  # type: ignore[union-attr]
+    assert gpu_host.find("sshd: engineer") == []
+
+
 def test_down_removes_everything_of_a_lab_and_only_that(lab: Lab, shared_gpu_host: Host) -> None:
     other = Lab.create(f"down-{os.getpid()}", owner=os.getpid())
     host = other.start_host("gpu-1")
@@ -231,6 +237,15 @@ def test_a_lab_whose_run_was_killed_is_swept_by_the_next(lab: Lab) -> None:
     assert sweep() == [name]
     assert not Lab(name).folder.exists()
     assert lab.folder.exists()
+
+
+@pytest.mark.parametrize(("ci", "status"), [("", 0), ("true", 1)])
+def test_without_podman_tests_are_skipped_with_what_to_install_but_fail_in_ci(ci: str, status: int) -> None:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__, "-k", "neither_the_lab"]
+    environment = {"PATH": "/nonexistent", "CI": ci, "HOME": "/root"}
+    done = subprocess.run(words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout
+    assert "apt-get install --no-install-recommends podman" in done.stdout
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
