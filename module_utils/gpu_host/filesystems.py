@@ -17,6 +17,12 @@ from dataclasses import dataclass
 LOCAL_TYPES = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs", "tmpfs", "ramfs", "overlay")
 )
+# The kernel's own views of itself: no files of anybody, and asking about them never hangs.
+_VIRTUAL = """
+proc sysfs cgroup cgroup2 devpts devtmpfs mqueue debugfs tracefs securityfs pstore bpf configfs hugetlbfs efivarfs
+binfmt_misc nsfs rpc_pipefs fusectl selinuxfs squashfs
+"""
+VIRTUAL_TYPES = frozenset(_VIRTUAL.split())
 # Inode of the IPC namespace that the kernel itself starts with (PROC_IPC_INIT_INO in linux/proc_ns.h).
 INITIAL_IPC_NAMESPACE = 0xEFFFFFFF
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -35,6 +41,11 @@ class Mount:
     @property
     def local(self) -> bool:
         return self.type in LOCAL_TYPES
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether a stat may wait for another machine or a daemon."""
+        return not self.local and self.type not in VIRTUAL_TYPES
 
 
 def mounts(proc_root: str = "/proc", pid: int | str = "self") -> list[Mount]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Callable
@@ -14,6 +15,8 @@ FileId = tuple[int, int]  # device and inode, as stat tells them
 
 # These run as the user but let nobody look into them (they are not dumpable), and hold no file of anybody else.
 SESSION_HELPERS = frozenset(("(sd-pam)", "sshd", "sshd-session", "sshd-auth", "ssh-agent", "gpg-agent", "fusermount3"))
+# A line of /proc/<pid>/maps with a file behind it: device, inode, path.
+_MAPPED_FILE = re.compile(rb"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) ([1-9][0-9]*) *(.*)$", re.MULTILINE)
 _NO_FILES = ("socket:", "pipe:", "anon_inode:", "/dev/nvidia", "/dev/null", "/dev/pts/", "/proc/", "/sys/")
 
 
@@ -30,7 +33,6 @@ class Holders:
     working_in: dict[FileId, set[int]] = field(default_factory=dict)
     unreadable: list[Process] = field(default_factory=list)
     processes: dict[int, Process] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
 
     def of(self, file: FileId, name: str) -> list[int]:
         """Pids that have the file open or mapped.
@@ -48,7 +50,7 @@ class Holders:
 
     def named(self, pids: Collection[int]) -> str:
         """The processes for a message: at most three, with their names."""
-        first = [f"{self.names.get(pid, '?')} (pid {pid})" for pid in sorted(pids)[:3]]
+        first = [f"{self.processes[pid].name} (pid {pid})" for pid in sorted(pids)[:3]]
         more = len(pids) - len(first)
         return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
@@ -63,11 +65,10 @@ def look(
     for pid, process in holders.processes.items():
         if process.kernel_thread or process.gone or not sees(process):
             continue
-        holders.names[pid] = process.name
         base = _readable_task(proc, process)
         space = _link(f"{base}/ns/mnt")
         if space not in networks:
-            networks[space] = tuple(mount.point for mount in mounts(proc.root, pid) if not mount.local)
+            networks[space] = tuple(mount.point for mount in mounts(proc.root, pid) if mount.may_hang)
         if not _read_one(holders, base, pid, networks[space]):
             again = proc.process(pid)
             still_there = again is not None and again.start_ticks == process.start_ticks and not again.gone
@@ -113,16 +114,11 @@ def _read_one(holders: Holders, base: str, pid: int, networks: tuple[str, ...]) 
         file_id = _target(f"{base}/fd/{number}", networks)
         if file_id is not None:
             holders.open.setdefault(file_id, set()).add(pid)
-    for line in maps.decode("utf-8", "surrogateescape").split("\n"):
-        fields = line.split(maxsplit=5)
-        if len(fields) < 5 or fields[4] == "0":
-            continue
-        major, _, minor = fields[3].partition(":")
-        file_id = (os.makedev(int(major, 16), int(minor, 16)), int(fields[4]))
+    for major, minor, inode, path in set(_MAPPED_FILE.findall(maps)):
+        file_id = (os.makedev(int(major, 16), int(minor, 16)), int(inode))
         holders.mapped.setdefault(file_id, set()).add(pid)
-        if len(fields) == 6:
-            name = fields[5].rpartition("/")[2]
-            holders.mapped_names.setdefault(name.removesuffix(" (deleted)"), set()).add(pid)
+        name = os.fsdecode(path.rpartition(b"/")[2]).removesuffix(" (deleted)")
+        holders.mapped_names.setdefault(name, set()).add(pid)
     folder = _target(f"{base}/cwd", networks)
     if folder is not None:
         holders.working_in.setdefault(folder, set()).add(pid)

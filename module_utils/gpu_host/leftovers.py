@@ -123,6 +123,19 @@ class Surroundings:
         return look(self.proc, self.sees, self.as_if_dead)
 
 
+class _OneLook:
+    """Looks at all processes once, and only when there is a file to ask about."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        self._holders: Holders | None = None
+
+    def __call__(self) -> Holders:
+        if self._holders is None:
+            self._holders = self._surroundings.look()
+        return self._holders
+
+
 def find(
     surroundings: Surroundings,
     bytecode_paths: Sequence[str] = (),
@@ -133,7 +146,7 @@ def find(
     """Every leftover in the named places, deletable or not. Refused when a named tree can't be one."""
     trees = [tree for name in bytecode_paths for tree in bytecode_trees(name, module_search_path)]
     found = [item for tree in dict.fromkeys(trees) for item in _bytecode(surroundings, tree)]
-    holders = surroundings.look() if lock_folders or shm_folder else Holders()
+    holders = _OneLook(surroundings)
     for folder in dict.fromkeys(lock_folders):
         found += _locks(surroundings, folder, holders)
     if shm_folder:
@@ -290,7 +303,7 @@ def _reaches(proc: Proc, pid: int, device: int) -> bool:
     return any(mount.device == name for mount in theirs)
 
 
-def _segments(surroundings: Surroundings, path: str, holders: Holders) -> Iterator[Leftover]:
+def _segments(surroundings: Surroundings, path: str, holders: _OneLook) -> Iterator[Leftover]:
     try:
         folder, _ = filesystems.open_folder(path)
     except OSError:
@@ -311,7 +324,7 @@ def _segments(surroundings: Surroundings, path: str, holders: Holders) -> Iterat
             whose = f"whose creator (pid {pid}) is dead" if pid else "that no process has open or mapped"
             why = f"shared memory of {kind.who}, {size}, {whose}"
             item = Leftover(os.path.join(path, name), SEGMENT, why, False, pid=pid)
-            why_kept = foreign or _why_used(surroundings, item, facts, folder, holders)
+            why_kept = foreign or _why_used(surroundings, item, facts, folder, holders())
             yield _judged(item, why_kept, facts, folder)
     finally:
         os.close(folder)
@@ -345,7 +358,7 @@ def default_lock_folders(uids: Iterable[int], environments: Iterable[Mapping[str
     return list(dict.fromkeys(folders))
 
 
-def _locks(surroundings: Surroundings, root: str, holders: Holders) -> Iterator[Leftover]:
+def _locks(surroundings: Surroundings, root: str, holders: _OneLook) -> Iterator[Leftover]:
     for path in _extension_folders(root):
         try:
             folder, link_owners = filesystems.open_folder(path)
@@ -360,7 +373,7 @@ def _locks(surroundings: Surroundings, root: str, holders: Holders) -> Iterator[
             why_kept = _why_not_private(surroundings, path, folder, LOCK)
             if link_owners - {os.fstat(folder).st_uid}:
                 why_kept = "a link of another user leads there; name the folder itself"
-            why_kept = why_kept or _why_used(surroundings, item, facts, folder, holders)
+            why_kept = why_kept or _why_used(surroundings, item, facts, folder, holders())
             yield _judged(item, why_kept, facts, folder)
         except FileNotFoundError:
             continue

@@ -266,7 +266,7 @@ def test_every_removal_is_told_at_once(tmp_path: Path) -> None:
     assert find(HERE, shm_folder=str(tmp_path)) == [], "a second run finds nothing"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PIDLESS + WITH_PID), st.sampled_from(["open", "map", "free"])), max_size=6))
 def test_nothing_that_is_open_or_mapped_is_ever_deleted(tmp_path: Path, plan: list[tuple[str, str]]) -> None:
     folder = tmp_path / str(time.monotonic_ns())
