@@ -1,0 +1,146 @@
+"""Faults put in on purpose: each must make a test fail, or the tests have no teeth.
+
+``python -m tests.mutants [NAME ...]`` copies the repository, puts one fault in, runs the tests that should notice,
+and fails when they still pass. A fault whose place is gone is an error: the list must follow the code.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "module_utils/gpu_host"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` stands once in ``file`` and becomes ``new``; ``tests`` are what should fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "start time ignored",
+        f"{PACKAGE}/signals.py",
+        "(now.start_ticks, now.argv) != (process.start_ticks, process.argv)",
+        "now.argv != process.argv",
+        ("tests/unit/test_signals.py",),
+    ),
+    Mutant(
+        "only two GPUs checked",
+        f"{PACKAGE}/survey.py",
+        "for gpu in self.selected:\n            sampled",
+        "for gpu in self.selected[:2]:\n            sampled",
+        ("tests/unit/test_survey.py",),
+    ),
+    Mutant(
+        "unit not stopped",
+        f"{PACKAGE}/managers.py",
+        "return members if members and members <= allowed else set()",
+        "return set()",
+        ("tests/unit/test_managers.py",),
+    ),
+    Mutant(
+        "unreadable environment taken for an empty one",
+        f"{PACKAGE}/procfs.py",
+        'if raw is None or not raw.strip(b"\\0"):\n            return None',
+        'if raw is None or not raw.strip(b"\\0"):\n            return {}',
+        ("tests/unit/test_processes.py",),
+    ),
+    Mutant(
+        "index taken for minor",
+        f"{PACKAGE}/survey.py",
+        "minors = {gpu.minor for gpu in self.selected}",
+        "minors = {gpu.index for gpu in self.selected}",
+        ("tests/unit/test_survey.py",),
+    ),
+    Mutant(
+        "group taken without a server as its leader",
+        f"{PACKAGE}/processes.py",
+        "        if leader in servers:",
+        "        servers = dict.fromkeys([leader], next(iter(servers.values()), ''))\n        if servers[leader]:",
+        ("tests/unit/test_processes.py",),
+    ),
+    Mutant(
+        "protected list empty",
+        f"{PACKAGE}/processes.py",
+        "if process.exe_name in patterns.protected:\n        return True",
+        "if process.exe_name in ():\n        return True",
+        ("tests/unit/test_processes.py",),
+    ),
+    Mutant(
+        "a living parent ignored",
+        f"{PACKAGE}/processes.py",
+        "    while not reparented(top, processes):",
+        "    while False:",
+        ("tests/unit/test_processes.py",),
+    ),
+    Mutant(
+        "TERM sent to every process of a server",
+        f"{PACKAGE}/ending.py",
+        "[victim for victim in free if victim.finding.main or not victim.finding.ours]",
+        "free",
+        ("tests/unit/test_ending.py",),
+    ),
+)
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """What git knows and what it would add, and a link to the environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.splitlines():
+        source = ROOT / name
+        if source.exists() or source.is_symlink():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name, follow_symlinks=False)
+    return folder
+
+
+def noticed(mutant: Mutant, folder: Path) -> bool:
+    """Whether the tests fail with the fault in; the fault is taken out again."""
+    file = folder / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: its place is not in {mutant.file} exactly once; let the list follow the code.")
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *mutant.tests]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    finally:
+        file.write_text(text)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{mutant.name}: pytest could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 1
+
+
+def main(names: list[str]) -> int:
+    wanted = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_repository(Path(folder))
+        for mutant in wanted:
+            caught = noticed(mutant, copy)
+            survivors += not caught
+            print(f"{'caught  ' if caught else 'SURVIVED'}  {mutant.name}", flush=True)
+    print(f"{len(wanted) - survivors} of {len(wanted)} faults were noticed")
+    return 1 if survivors or not wanted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
