@@ -31,8 +31,8 @@ BOOT_SECONDS = 30.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
-# Give the rest of the command line another root: the container's cgroups, then its namespaces.
-ENTER = """
+# Run the rest of the command line in the container's cgroups, and then in some of its namespaces.
+JOIN = """
 pid=$1; shift
 while IFS=: read -r number names path; do
   case "$number:$names" in
@@ -42,15 +42,17 @@ while IFS=: read -r number names path; do
   esac
   echo $$ > "$root${path%/init.scope}/cgroup.procs" || echo $$ > "$root$path/cgroup.procs"
 done < /proc/$pid/cgroup 2> /dev/null
-exec nsenter --target "$pid" --mount --uts --ipc --net --pid --cgroup -- "$@"
+exec nsenter --target "$pid" NAMESPACES -- "$@"
 """
+ENTER = JOIN.replace("NAMESPACES", "--mount --uts --ipc --net --pid --cgroup")
+ENTER_PIDS = JOIN.replace("NAMESPACES", "--pid")
 
 # The counter belongs to the PID namespace of the process that writes it, but is writable in the outer /proc only:
 # opened here, written by the last process before the wanted one.
 FORCE_PID = """
 pid=$1; last=$2; shift 2
 exec 9> /proc/sys/kernel/ns_last_pid
-exec nsenter --target "$pid" --mount --uts --ipc --net --cgroup -- sh -c '
+exec nsenter --target "$pid" --mount --uts --ipc --net --cgroup -- env -i "PATH=$PATH" HOME=/root sh -c '
   last=$1; shift
   echo "$last" >&9
   exec 9>&-
@@ -150,13 +152,23 @@ class Host:
         return ["sh", "-c", ENTER, "sh", str(self.init), *clean, *words]
 
     def start(self, command: str, environment: Mapping[str, str] | None = None, user: str = "root") -> Process:
-        """Start a shell command by nohup over ssh, which ends afterwards; returns the process as it began."""
+        """Start a shell command by nohup over ssh, which ends afterwards; returns its process."""
         words = "".join(f"export {name}={shlex.quote(value)}; " for name, value in (environment or {}).items())
         started = self.ssh(f"{words}nohup {command} > /dev/null 2>&1 < /dev/null & echo $!", user=user)
-        process = self.process(int(started.stdout))
-        if process is None:
-            raise LabError(f"On {self.name} this ended at once: {command}")
-        return process
+        return self._after_exec(int(started.stdout), command)
+
+    def _after_exec(self, pid: int, command: str) -> Process:
+        """The process once it is the wanted program and no longer the shell that started it."""
+        deadline = time.monotonic() + 5
+        while True:
+            process = self.process(pid)
+            if process is None:
+                raise LabError(f"On {self.name} this ended at once: {command}")
+            if process.command[:1] != ("nohup",) and "echo $!" not in process.line:
+                return process
+            if time.monotonic() > deadline:
+                raise LabError(f"On {self.name} this did not start: {command}")
+            time.sleep(0.01)
 
     def write(self, path: str, text: str, mode: str = "0644") -> None:
         """Write a file on the host, with the folders above it."""
@@ -251,16 +263,15 @@ class Host:
 
     def start_with_pid(self, pid: int, command: Sequence[str], attempts: int = 20) -> Process:
         """Start a command under a given pid, in the background. LabError if it can't be had."""
-        words = [str(self.init), str(pid - 1), "env", "-i", f"PATH={PATH}", "HOME=/root", *command]
+        words = [str(self.init), str(pid - 1), *command]
         for _ in range(attempts):
             if self.process(pid) is not None:
                 raise LabError(f"On {self.name} the pid {pid} is in use.")
-            entered = ["nsenter", f"--target={self.init}", "--pid", "--", "sh", "-c", FORCE_PID, "sh", *words]
-            got = int(run(entered).stdout)
-            process = self.process(got)
-            if got == pid and process is not None:
-                return process
-            if process is not None:
+            entered = ["sh", "-c", ENTER_PIDS, "sh", str(self.init), "sh", "-c", FORCE_PID, "sh", *words]
+            got = int(run(entered, {"PATH": PATH}).stdout)
+            if got == pid:
+                return self._after_exec(pid, " ".join(command))
+            if self.process(got) is not None:
                 self.kill(got)
         raise LabError(f"On {self.name} another process took the pid {pid} in each of {attempts} attempts.")
 

@@ -156,6 +156,7 @@ def test_a_pid_is_used_again_by_another_process(gpu_host: Host) -> None:
     assert (first.pid, first.command) == (8000, ("sleep", "600"))
     assert (second.pid, second.command) == (8000, ("sleep", "700"))
     assert second.start_ticks > first.start_ticks
+    assert gpu_host.cgroup in gpu_host.exec(["cat", "/proc/8000/cgroup"]).stdout
     with pytest.raises(LabError, match="8000 is in use"):
         gpu_host.force_next_pid(8000)
 
