@@ -46,6 +46,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server-python", default=sys.executable, help="interpreter with torch (and SGLang)")
     parser.add_argument("--variables", type=json.loads, default={}, help="more playbook variables, as JSON")
     parser.add_argument("--commit", default="", help="the commit that is tested, when this is no git checkout")
+    parser.add_argument("--stop-early", action="store_true", help="stop when the first scenario fails a check")
     parser.add_argument("--keep-caches", action="store_true", help="pack the JIT caches for a later session")
     return parser.parse_args(words)
 
@@ -150,6 +151,9 @@ def main(words: list[str] | None = None) -> int:
         scenarios.add_cpu_bystanders(session)
         for one in todo:
             play(session, one)
+            if args.stop_early and session.failures and one is todo[0]:
+                session.say("stopping: the first scenario failed, the rest would too")
+                break
     finally:
         session.scenario = "end"
         session.end_bystanders()

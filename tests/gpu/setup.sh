@@ -10,6 +10,7 @@ mkdir -p "$target"/{bin,site,models,home,work,tools}
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$target/tools" "$bundle"/wheels/*.whl
 cat >"$target/bin/ansible-playbook" <<SCRIPT
 #!/bin/sh
+export LC_ALL=C.UTF-8 ANSIBLE_HOME=$target/ansible
 PYTHONPATH=$target/tools exec python3 $target/tools/bin/ansible-playbook "\$@"
 SCRIPT
 chmod +x "$target/bin/ansible-playbook"
@@ -22,7 +23,10 @@ if [ -e "$bundle/site.tar.xz" ]; then
         tar -C "$target/models" -xJf "$bundle/models.tar.xz"
         [ ! -e "$bundle/jit-caches.tar.xz" ] || tar -C "$target" -xJf "$bundle/jit-caches.tar.xz"
         tar -C "$target/site" -xJf "$bundle/site.tar.xz"
-        PYTHONPYCACHEPREFIX=$target/pyc python3 -m compileall -q -j 0 "$target/site" || true
+        # Images often come without bytecode: torch's own too, or every start pays for it.
+        packages=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        env -u PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX="$target/pyc" python3 -m compileall -q -j 0 "$target/site" \
+            "$packages"/{torch,triton,sympy,mpmath,numpy,networkx} >/dev/null || true
         touch "$target/site.ready"
     ) >"$target/setup.log" 2>&1 &
 fi

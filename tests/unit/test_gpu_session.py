@@ -114,8 +114,8 @@ def test_a_reset_that_does_its_job_passes_every_check_and_leaves_nothing(host: H
     assert not [one for one in procs.all_facts() if procs.mark_of(one.pid) in before["trees"]]
 
 
-def test_a_reset_that_leaves_a_worker_and_says_clean_is_caught_and_the_worker_is_ended(host: Host) -> None:
-    status, events = host.play("torch-processes", spare=("sglang::scheduler_TP0",))
+def test_a_reset_that_leaves_a_process_and_says_clean_is_caught_and_the_process_is_ended(host: Host) -> None:
+    status, events = host.play("torch-processes", spare=("sglang::detokenizer",))
     assert status == 1
     assert "no process of the server is left" in failed(events)
     swept = next(event for event in events if event["kind"] == "swept")

@@ -96,7 +96,7 @@ def sglang_command(bundle: Bundle, port: int, *, eagle3: bool, tp: int, gpu: int
 
 
 def sglang_environment(bundle: Bundle, mark: str, home: Path) -> dict[str, str]:
-    return {
+    values = {
         **base_environment(mark),
         "PYTHONPATH": str(bundle.site),
         "HOME": str(home),
@@ -106,6 +106,9 @@ def sglang_environment(bundle: Bundle, mark: str, home: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda-13.0"),
     }
+    # A first import writes the bytecode that the next start saves seconds with.
+    values.pop("PYTHONDONTWRITEBYTECODE", None)
+    return values
 
 
 def torch_command(python: str, port: int, heartbeat: Path, *more: str) -> list[str]:
@@ -120,6 +123,7 @@ def torch_environment(bundle: Bundle, mark: str) -> dict[str, str]:
         **base_environment(mark),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": str(bundle.root / "pyc"),
         "SPT_NOENV": "1",
     }
 

@@ -290,6 +290,7 @@ class Session:
             seconds=took,
             changed=changed,
             record=record,
+            members={one.name: [facts.key for facts in self.tracker.members(one.name)] for one in self.started},
             output=output[-6000:],
         )
         self.say(f"reset {label}: rc {rc}, {took} s, verdict {record.get('verdict')}, {record.get('reason', '')}")
