@@ -24,6 +24,7 @@ from .verdict import Policy, Sight, Verdict
 
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 0.25
+_LEAST_LOOK = 0.1
 _NO_SERVERS = Patterns(modules=(), commands=(), titles=())
 
 
@@ -50,17 +51,21 @@ def _report(params: Mapping[str, Any], deadline: Deadline, proc: Proc, reader: R
     policy = Policy(free_mib=params["free_mib"], protected_mib=params["protected_mib"])
     pause = _FIRST_PAUSE
     while True:
+        asked = time.monotonic()
         try:
-            # A single look may take what the whole call may; while waiting it must leave time for the answer.
             readings = survey.read(deadline)
         except UnknownGpu as unknown:
             return _result(survey.readings, [], started, failed=True, msg=str(unknown))
         look = survey.look()
         verdicts, settled = survey.judge(look, policy)
         free = bool(verdicts) and settled and all(one.clean for _, one in verdicts)
-        if not params["wait"] or free or deadline.expired() or not _may_come(readings, verdicts):
+        # Another look needs time to be answered: cut short at the deadline it would read as a hanging driver.
+        needed = max(_LEAST_LOOK, 3 * (time.monotonic() - asked))
+        if not params["wait"] or free or not _may_come(readings, verdicts):
             break
-        time.sleep(min(pause, deadline.remaining()))
+        if deadline.remaining() < needed + _FIRST_PAUSE:
+            break
+        time.sleep(min(pause, deadline.remaining() - needed))
         pause = min(pause * 1.5, _LONGEST_PAUSE)
     sight = survey.sight(look)
     own = frozenset({os.getpid(), *([reader.child_pid] if reader.child_pid else [])})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -17,25 +16,10 @@ from gpu_host.deadline import Deadline
 from gpu_host.nvml import Reader
 from gpu_host.readings import GpuProcess
 
-from simulator.build import build
 from simulator.gpu_state import GpuState
+from tests.unit.real_pythons import pythons
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The double, loaded under its soname: a forked child that asks for libnvidia-ml.so.1 gets this one."""
-    path = build(tmp_path_factory.mktemp("nvml"))
-    ctypes.CDLL(str(path))
-    return path
-
-
-@pytest.fixture
-def host(library, tmp_path, monkeypatch):
-    monkeypatch.setenv("GPU_SIMULATOR_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi to fall back to
-    return GpuState(tmp_path / "state").create(gpus=4, minors=[3, 2, 0, 1])
 
 
 @pytest.fixture
@@ -204,15 +188,8 @@ assert readings.from_json(json.loads(json.dumps(readings.to_json(found)))) == fo
 """
 
 
-def pythons():
-    found = {sys.executable}
-    for minor in range(9, 14):
-        found.update(map(str, sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))[-1:]))
-    return sorted(found)
-
-
 @pytest.mark.parametrize("python", pythons())
-def test_a_script_on_standard_input_of_any_python_reads_the_gpus(library, tmp_path, python):
+def test_a_script_on_standard_input_of_any_python_reads_the_gpus(nvml_double, tmp_path, python):
     import pynvml
 
     binding = tmp_path / "binding"
@@ -223,7 +200,7 @@ def test_a_script_on_standard_input_of_any_python_reads_the_gpus(library, tmp_pa
     found = subprocess.run(
         [python, "-"],
         input=SCRIPT.format(utils=str(ROOT / "module_utils")),
-        env={"LD_LIBRARY_PATH": str(library.parent), "GPU_SIMULATOR_STATE": str(state.folder),
+        env={"LD_LIBRARY_PATH": str(nvml_double.parent), "GPU_SIMULATOR_STATE": str(state.folder),
              "PYTHONPATH": str(binding), "PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -231,7 +208,7 @@ def test_a_script_on_standard_input_of_any_python_reads_the_gpus(library, tmp_pa
     assert json.loads(found.stdout) == ["nvml", None, [0, 77]]
 
 
-def test_without_nvidia_ml_py_nvidia_smi_answers_the_same(library, tmp_path):
+def test_without_nvidia_ml_py_nvidia_smi_answers_the_same(nvml_double, tmp_path):
     """An isolated interpreter has no nvidia-ml-py; the double of nvidia-smi stands on the PATH."""
     state = GpuState(tmp_path / "state").create(gpus=2)
     state.set_fault("unowned", 77, index=1)
@@ -240,7 +217,7 @@ def test_without_nvidia_ml_py_nvidia_smi_answers_the_same(library, tmp_path):
     found = subprocess.run(
         [sys.executable, "-I", "-S", "-"],
         input=SCRIPT.format(utils=str(ROOT / "module_utils")),
-        env={"LD_LIBRARY_PATH": str(library.parent), "GPU_SIMULATOR_STATE": str(state.folder),
+        env={"LD_LIBRARY_PATH": str(nvml_double.parent), "GPU_SIMULATOR_STATE": str(state.folder),
              "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
@@ -248,10 +225,10 @@ def test_without_nvidia_ml_py_nvidia_smi_answers_the_same(library, tmp_path):
     assert json.loads(found.stdout) == ["nvidia-smi", None, [0, 77]]
 
 
-def test_both_sources_give_the_same_readings(host, library, tmp_path, monkeypatch):
+def test_both_sources_give_the_same_readings(host, nvml_double, tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").symlink_to(ROOT / "simulator" / "nvidia_smi")
     monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_double.parent))
     host.set_fault("unowned", 300, index=0)
     host.set_fault("mig", index=1)
     host.set_fault("not_supported", ["power"], index=3)
@@ -275,7 +252,7 @@ def test_a_host_without_driver_and_tool_says_what_to_install(tmp_path):
     assert (source, gpus) == ("none", []) and "install the NVIDIA driver" in error
 
 
-def test_a_hung_child_ends_with_its_parent(library, tmp_path):
+def test_a_hung_child_ends_with_its_parent(nvml_double, tmp_path):
     """Also when the parent is killed and can clean up nothing."""
     state = GpuState(tmp_path / "state").create(gpus=1)
     state.set_fault("hang", ["nvmlDeviceGetCount"])
@@ -286,7 +263,7 @@ def test_a_hung_child_ends_with_its_parent(library, tmp_path):
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent), "GPU_SIMULATOR_STATE": str(state.folder)},
+        env={**os.environ, "LD_LIBRARY_PATH": str(nvml_double.parent), "GPU_SIMULATOR_STATE": str(state.folder)},
     )  # fmt: skip
     child = int(parent.stdout.readline())
     time.sleep(0.3)
