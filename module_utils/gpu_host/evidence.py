@@ -283,7 +283,8 @@ def stacks(proc: Proc, processes: Sequence[Process], py_spy: str, deadline: Dead
         dump = ""
         if py_spy and _runs_python(process) and not deadline.expired():
             command = [py_spy, "dump", "--nonblocking", "--pid", str(process.pid)]
-            answer = run_command(command, deadline.capped(DUMP_SECONDS), most_bytes=1 << 20)
+            seconds = min(DUMP_SECONDS, deadline.remaining() / 2)  # the kernel's view needs time as well
+            answer = run_command(command, deadline.capped(seconds), most_bytes=1 << 20)
             if answer.returncode == 0:
                 return head + masking.mask_text(answer.stdout) + "\n"
             lines = (answer.trouble or answer.stderr).strip().splitlines()
