@@ -117,7 +117,7 @@ def noticed(mutant: Mutant, folder: Path) -> bool:
     file = folder / mutant.file
     text = file.read_text()
     if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.name}: its place is not in {mutant.file} exactly once; let the list follow the code.")
+        raise SystemExit(f"{mutant.name}: its place is not once in {mutant.file}; let the list follow the code.")
     file.write_text(text.replace(mutant.old, mutant.new))
     try:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *mutant.tests]

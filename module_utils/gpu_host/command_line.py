@@ -65,7 +65,9 @@ def short_name(argv: tuple[str, ...]) -> str:
     elif run.code:
         name = f"{name} -c"
     elif is_interpreter(argv[0]) and run.script:
-        name = f"{name} {PurePosixPath(run.script).name}"
+        script = PurePosixPath(run.script)
+        # Of a package that is run as a program, the package's name tells more.
+        name = f"{name} {script.parent.name if script.name == '__main__.py' else script.name}"
     elif name in SHELLS and len(argv) > 1 and not argv[1].startswith("-"):
         name = f"{name} {PurePosixPath(argv[1]).name}"
     elif argv[1:2] == ("serve",):

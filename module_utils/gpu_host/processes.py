@@ -220,14 +220,17 @@ def classify(
 ) -> dict[int, Finding]:
     """Name every process that matters to a reset, by pid. ``gpu_holders`` are the pids that NVML lists."""
     never = untouchable(processes, own_pid)
+    holders = frozenset(gpu_holders)
     findings: dict[int, Finding] = {}
     candidates: dict[int, Process] = {}
     for process in processes.values():
         if process.pid in never or process.gone:
             continue
+        seen = visible(process)
         if is_protected(process, patterns):
-            findings[process.pid] = Finding(process, "protected", f"{process.exe_name} is on the protected list")
-        elif visible(process):
+            if seen or process.pid in holders:
+                findings[process.pid] = Finding(process, "protected", f"{process.exe_name} is on the protected list")
+        elif seen:
             candidates[process.pid] = process
 
     mains = {pid: command for pid, process in candidates.items() if (command := server_command(process.argv, patterns))}
@@ -258,7 +261,7 @@ def classify(
                 findings[pid] = Finding(process, above.kind, f"descends from {above.kind} {ancestor.pid}", above.group)
                 break
 
-    for pid in gpu_holders:
+    for pid in sorted(holders):
         holder = processes.get(pid)
         if holder is not None and pid not in findings and not holder.gone:
             why = "uses a GPU and is no server of ours"

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from . import arguments, evidence, filesystems, journal, kernel_log, leftovers, server_record
+from . import arguments, filesystems, journal, kernel_log, leftovers, server_record
 from .child import run_command
 from .deadline import Deadline
 from .ending import Ending, Outcome, planned
@@ -231,6 +231,8 @@ class Reset:
         return not self.check_mode and bool(look.chosen or any(not one.clean for _, one in verdicts))
 
     def _collect_evidence(self, look: Look) -> None:
+        from . import evidence  # not needed on a clean host, and slow to import
+
         log = kernel_log.read(Deadline(1.0), since=time.time() - KERNEL_LOG_SECONDS)
         self.record["kernel_events"] = [asdict(event) for event in log.events]
         if not log.available:

@@ -10,6 +10,7 @@ from gpu_host.command_line import Program, program, short_name
     [
         ("python -m sglang.launch_server --api-key s3cret", "python -m sglang.launch_server"),
         ("/usr/bin/python3 -B /a/b/train.py --token s3cret", "python3 train.py"),
+        ("python /x/torch/_inductor/compile_worker/__main__.py --workers=8", "python compile_worker"),
         ("/usr/bin/bash /opt/loop.sh s3cret", "bash loop.sh"),
         ("/usr/bin/bash -c s3cret", "bash"),
         ("/usr/bin/curl http://user:s3cret@host/", "curl"),

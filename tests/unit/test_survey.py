@@ -34,7 +34,7 @@ class FixedReader:
             processes = tuple(GpuProcess(pid, mib, "compute") for pid, mib in used.items())
             total = self.mib.get(index, sum(used.values()))
             gpus.append(
-                Gpu(index, f"GPU-{index}", minor, "GPU", f"0000:0{index}:00.0", "12.0", 97887, total, 97887 - total, 600,
+                Gpu(index, f"GPU-{index}", minor, "GPU", f"0000:0{index}:00.0", "12.0", 97887, total, 97887 - total, 6,
                     0, 30.0, False, processes)
             )  # fmt: skip
         return Readings("nvml", "580", "13", tuple(gpus), None)
