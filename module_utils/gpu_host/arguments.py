@@ -71,6 +71,7 @@ GPU_MEMORY: dict[str, dict[str, Any]] = {
 SERVER_INFO: dict[str, dict[str, Any]] = {
     "servers": _strings(),
     "timeout": {"type": "float", "default": 10},
+    "hung_after": {"type": "float", "default": 300},
     "server_modules": _strings(processes.SERVER_MODULES),
     "server_commands": _strings(processes.SERVER_COMMANDS),
     "server_titles": _strings(processes.SERVER_TITLES),
@@ -80,7 +81,15 @@ SERVER_INFO: dict[str, dict[str, Any]] = {
     "device_folder": {"type": "str", "default": "/dev"},
 }
 
-_SECONDS = ("grace", "kill_timeout", "verify_timeout", "lock_timeout", "timeout")
+SERVER_START: dict[str, dict[str, Any]] = {
+    "name": {"type": "str", "required": True},
+    "wait": {"type": "bool", "default": True},
+    "timeout": {"type": "float", "default": 1800},
+    "grace": {"type": "float", "default": 30},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+}
+
+_SECONDS = ("grace", "kill_timeout", "verify_timeout", "lock_timeout", "timeout", "hung_after")
 _MIB = ("free_mib", "protected_mib", "min_shm_free_mib")
 _FOLDERS = ("shm_folder", "state_folder", "device_folder", "bytecode_paths", "lock_folders")
 
