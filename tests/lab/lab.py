@@ -118,18 +118,18 @@ class Lab:
         """A mount namespace for this lab's podman, so that nothing of it is mounted on the machine.
 
         Podman as root keeps the addresses and the name server of all its networks in /run/containers/networks, wherever
-        its storage is: labs would share them.
+        its storage is: labs would share them. Its hosts' namespaces would be listed among the machine's in /run/netns.
         """
-        own = self.folder / "networks-run"
-        own.mkdir()
-        Path("/run/containers/networks").mkdir(parents=True, exist_ok=True)
+        own = {"networks-run": "/run/containers/networks", "netns-run": "/run/netns"}
         holder = self._mount_namespace.parent
-        holder.mkdir()
+        for folder in (*(self.folder / name for name in own), *map(Path, own.values()), holder):
+            folder.mkdir(parents=True, exist_ok=True)
         run(["mount", "--bind", str(holder), str(holder)])
         run(["mount", "--make-private", str(holder)])
         self._mount_namespace.touch()
-        mount = ["mount", "--bind", str(own), "/run/containers/networks"]
-        run(["unshare", f"--mount={self._mount_namespace}", "--propagation", "private", "--", *mount])
+        mounts = " && ".join(f'mount --bind "$1/{name}" {path}' for name, path in own.items())
+        make = ["sh", "-c", mounts, "sh", str(self.folder)]
+        run(["unshare", f"--mount={self._mount_namespace}", "--propagation", "private", "--", *make])
 
     @property
     def _mount_namespace(self) -> Path:
