@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
 from .command_line import SHELLS
 from .deadline import Deadline
@@ -27,7 +27,14 @@ RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
 QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 
 Look = Callable[[], "tuple[Mapping[int, Process], Mapping[int, Finding]]"]
-Announce = Callable[[Sequence[Mapping[str, Any]]], None]
+
+
+class Diary(Protocol):
+    """Told of every process before and after it is signalled, so that no kill stays untold; see ``journal``."""
+
+    def will_signal(self, processes: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def signalled(self, processes: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 @dataclass
@@ -83,8 +90,8 @@ def _row(finding: Finding, signal_name: str, seconds: float | None) -> dict[str,
 class Ending:
     """One run of the kill phase.
 
-    ``look`` returns all processes and those that are to end, judged anew each time. ``announce`` is told of each
-    process before it is signalled. ``grace`` and ``kill_timeout`` are seconds.
+    ``look`` returns all processes and those that are to end, judged anew each time. ``grace`` and ``kill_timeout``
+    are seconds.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Ending:
         proc: Proc,
         look: Look,
         managers: Managers,
-        announce: Announce,
+        diary: Diary,
         grace: float,
         kill_timeout: float,
         clock: Callable[[], float] = time.monotonic,
@@ -100,7 +107,7 @@ class Ending:
         self._proc = proc
         self._look = look
         self._managers = managers
-        self._announce = announce
+        self._diary = diary
         self._grace = grace
         self._kill_timeout = kill_timeout
         self._clock = clock
@@ -150,26 +157,32 @@ class Ending:
         victims = [victim for victim in victims if victim.signal != name]
         if not victims:
             return
-        self._announce([_row(victim.first, name, None) for victim in victims])
+        self._diary.will_signal([_row(victim.first, name, None) for victim in victims])
+        sent = []
         for victim in victims:
             victim.signal = name
             try:
-                send(self._proc, victim.target, signum)
+                if send(self._proc, victim.target, signum):
+                    sent.append(_row(victim.first, name, None))
             except PermissionError:
                 victim.refused = f"{victim.finding.process.name} ({victim.target.pid}) belongs to another user"
                 self._outcome.notes.append(victim.refused)
+        self._diary.signalled(sent)
 
     def _begin(self, stops: list[Stop]) -> None:
         """Managers stop their own; orphans are killed at once; a server's main, and nothing else of it, gets TERM."""
         managed = {pid for stop in stops for pid in stop.pids}
         alive = self._alive()
         stopping = [victim for victim in alive if victim.target.pid in managed]
-        if stopping:
-            self._announce([_row(victim.first, "TERM", None) for victim in stopping])
         for victim in stopping:
             victim.signal = "TERM"
+        rows = [_row(victim.first, "TERM", None) for victim in stopping]
+        if stops:
+            self._diary.will_signal(rows)
         for stop in stops:
             self._managers.stop(stop.manager, self._grace, Deadline(self._grace, self._clock))
+        if stops:
+            self._diary.signalled(rows)
         free = [victim for victim in alive if victim.target.pid not in managed]
         self._signal([victim for victim in free if victim.finding.kind == "orphan"], signal.SIGKILL)
         self._signal([victim for victim in free if victim.finding.main or not victim.finding.ours], signal.SIGTERM)

@@ -44,9 +44,9 @@ class Journal:
         """Before the first signal: each as in the record's `killed`."""
         self._write(WILL_SIGNAL, {"processes": [dict(process) for process in processes]})
 
-    def signalled(self, process: Mapping[str, Any]) -> None:
-        """A signal was sent: one entry as in the record's `killed`. The last one for a pid counts."""
-        self._write(SIGNALLED, {"process": dict(process)})
+    def signalled(self, processes: Sequence[Mapping[str, Any]]) -> None:
+        """Signals were sent: each as in the record's `killed`. The last one for a process counts."""
+        self._write(SIGNALLED, {"processes": [dict(process) for process in processes]})
 
     def removed(self, item: Mapping[str, Any]) -> None:
         """A file was deleted: `path` and `why`."""
@@ -160,7 +160,7 @@ def _record(run_id: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
         elif event == WILL_SIGNAL:
             announced.update((_identity(process), process) for process in _dicts(entry.get("processes")))
         elif event == SIGNALLED:
-            sent.update((_identity(process), process) for process in _dicts([entry.get("process")]))
+            sent.update((_identity(process), process) for process in _dicts(entry.get("processes")))
         elif event == REMOVED:
             cleaned += _dicts([entry.get("item")])
     killed = list(sent.values()) + [

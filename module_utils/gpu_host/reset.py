@@ -256,14 +256,9 @@ class Reset:
             now = self.survey.look()
             return now.processes, now.chosen
 
-        if look.chosen:
+        if look.chosen and self._journal is not None:
             self.outcome = Ending(
-                self.proc,
-                chosen,
-                self.managers,
-                self._announce,
-                self.params["grace"],
-                self.params["kill_timeout"],
+                self.proc, chosen, self.managers, self._journal, self.params["grace"], self.params["kill_timeout"]
             ).run()
         self.record["killed"] = self.outcome.killed
         self.record["respawners"] = self.outcome.respawners
@@ -274,10 +269,6 @@ class Reset:
             " SIGKILL: reboot the host"
             for finding in self.outcome.alive
         ]
-
-    def _announce(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        if self._journal is not None:
-            self._journal.will_signal(rows)
 
     def _find_places(self, look: Look) -> None:
         """Where the servers that are to end keep their modules and build their extensions, read while they live."""

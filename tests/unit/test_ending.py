@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,30 @@ def survey_of(nursery: Nursery) -> Survey:
     return Survey(Proc(), Patterns(), Scope(folder=str(nursery.folder)), Reader())
 
 
-def end(nursery: Nursery, grace: float = 5.0, announce: Any = lambda rows: None) -> Outcome:
+class Diary:
+    """Notes for each signal whether the process lived when it was announced and when it was reported."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.nursery = nursery
+        self.announced: list[int] = []
+        self.reported: list[int] = []
+
+    def will_signal(self, processes: Sequence[Mapping[str, Any]]) -> None:
+        assert all(row["pid"] in self.nursery.living() for row in processes)
+        self.announced += [row["pid"] for row in processes]
+
+    def signalled(self, processes: Sequence[Mapping[str, Any]]) -> None:
+        self.reported += [row["pid"] for row in processes]
+
+
+def end(nursery: Nursery, grace: float = 5.0, diary: Diary | None = None) -> Outcome:
     survey = survey_of(nursery)
 
     def look() -> tuple[Mapping[int, Process], Mapping[int, Finding]]:
         now = survey.look()
         return now.processes, now.chosen
 
-    return Ending(survey.proc, look, Managers(survey.proc), announce, grace, 5.0).run()
+    return Ending(survey.proc, look, Managers(survey.proc), diary or Diary(nursery), grace, 5.0).run()
 
 
 def test_an_orderly_server_ends_by_term_to_its_main_alone(nursery: Nursery) -> None:
@@ -99,7 +115,7 @@ def test_a_loop_that_starts_the_server_again_is_named(nursery: Nursery) -> None:
     nursery.server(under="while true; do {}; sleep 1; done")
     outcome = end(nursery)
     assert len(outcome.respawners) == 1
-    assert "bash -c" in outcome.respawners[0]
+    assert outcome.respawners[0].startswith("bash (")
     assert "started a server again" in outcome.respawners[0]
 
 
@@ -114,11 +130,11 @@ def test_a_shell_that_ends_with_its_server_is_no_respawner(nursery: Nursery) -> 
     assert end(nursery).respawners == []
 
 
-def test_every_process_is_announced_before_it_is_signalled(nursery: Nursery) -> None:
+def test_every_process_is_announced_before_it_is_signalled_and_reported_after(nursery: Nursery) -> None:
     main = nursery.server()
-    seen: list[tuple[int, bool]] = []
-    end(nursery, announce=lambda rows: seen.extend((row["pid"], row["pid"] in nursery.living()) for row in rows))
-    assert seen == [(main, True)]
+    diary = Diary(nursery)
+    end(nursery, diary=diary)
+    assert diary.announced == diary.reported == [main]
 
 
 def test_what_is_planned_is_what_happens(nursery: Nursery) -> None:

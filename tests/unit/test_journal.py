@@ -37,8 +37,8 @@ def test_a_run_that_died_is_told_with_what_it_did_and_what_it_announced(tmp_path
     died = Journal(str(tmp_path), "died")
     died.begun({"host": "gpu1", "policy": "force", "servers": ["port-30000"]})
     died.will_signal([MAIN, WORKER])
-    died.signalled({**MAIN, "signal": "TERM", "seconds": None})
-    died.signalled({**MAIN, "signal": "KILL", "seconds": 0.1})
+    died.signalled([{**MAIN, "signal": "TERM", "seconds": None}])
+    died.signalled([{**MAIN, "signal": "KILL", "seconds": 0.1}])
     died.removed({"path": "/dev/shm/psm_1", "why": "no owner"})
     (record,) = unrecorded(str(tmp_path))
     assert record["verdict"] == "unknown"
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing_is_told_and_stops_no_reset(tmp_path: Path, mo
         entry.begun({})
         entry.will_signal([MAIN])
     assert "No space left" in entry.problem
-    entry.signalled(MAIN)
+    entry.signalled([MAIN])
     assert unrecorded(str(tmp_path))[0]["killed"] == [MAIN], "it goes on once there is space again"
     assert Journal("/nonexistent/folder", "x").problem == ""
     assert unrecorded("/nonexistent/folder") == []
