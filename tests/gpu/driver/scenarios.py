@@ -247,9 +247,10 @@ def two_gpus_torch(s: Session) -> None:
     if not all([ready(s, first, 60), ready(s, second, 60)]):
         return
     keep, end = s.workers(first)[0], s.workers(second)[0]
+    devices = {f"/dev/nvidia{gpu['minor']}" for gpu in raw.nvml()["gpus"]}
     for worker in (keep, end):
         nodes = procs.open_nodes(worker.pid)
-        s.check("a CUDA process holds both device nodes", {"/dev/nvidia0", "/dev/nvidia1"} <= set(nodes), nodes)
+        s.check("a CUDA process holds both device nodes", devices <= set(nodes), nodes)
     s.look("before", {0: [keep.pid], 1: [end.pid]})
     before = servers.beat(Path(f"{first.heartbeat}.0"))
     done = s.reset("GPU 1", gpus=[1])
