@@ -45,7 +45,7 @@ def _status(host: SimulatedHost) -> int:
     print(f"Simulated host in {host.folder}, scenario {scenario or 'none'}: {len(found)} processes.")
     for gpu in host.gpus.gpus():
         holders = ", ".join(str(pid) for pid in host.gpus.owners(gpu.index)) or "nobody"
-        used = host.gpus.used_mib(gpu.index)
+        used = sum(host.gpus.owners(gpu.index).values())
         print(f"  GPU {gpu.index} (/dev/nvidia{gpu.minor}): {used} of {gpu.total_mib} MiB, held by {holders}")
     for pid, line in sorted(found.items()):
         print(f"  {pid:>8}  {line[:100]}")

@@ -167,7 +167,8 @@ class SimulatedHost:
         try:
             return str(json.loads((self.folder / "host.json").read_text())["scenario"])
         except OSError:
-            raise HostError(f"There is no simulated host in {self.folder}; start one: python -m simulator start") from None
+            hint = "start one: python -m simulator start"
+            raise HostError(f"There is no simulated host in {self.folder}; {hint}") from None
 
     def reset_environment(self) -> dict[str, str]:
         """What a program needs in its environment to see the simulated GPUs."""
@@ -252,9 +253,9 @@ class SimulatedHost:
         else:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         if eagle3:
-            command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "/models/kimi-k2.5-eagle3"]
-            command += ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1"]
-            command += ["--speculative-num-draft-tokens", "4"]
+            command += ["--speculative-algorithm", "EAGLE3"]
+            command += ["--speculative-draft-model-path", "/models/kimi-k2.5-eagle3", "--speculative-num-steps", "3"]
+            command += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
         variables.update(environment or {})
         started = self.start(name, [*command, *arguments], variables, own_session=own_session)
         return Server(self, started, port)

@@ -30,10 +30,12 @@ def hung(host: SimulatedHost) -> str:
     wait_for(lambda: not titled.main.alive() and not early.main.alive(), "the earlier mains", 10)
     _leave_stale_files(host, titled.main_pid)
     return (
-        f"a server on GPUs 0-7 that hangs (main {server.main_pid}, port {server.port}: one scheduler stopped, a request "
-        f"waiting); {len(titled.processes())} titled orphans of an earlier one, two holding memory of GPUs 0 and 1; "
+        f"a server on GPUs 0-7 that hangs (main {server.main_pid}, port {server.port}: one scheduler stopped, "
+        f"a request waiting); {len(titled.processes())} titled orphans of an earlier one, "
+        "two holding memory of GPUs 0 and 1; "
         f"{len(early.processes())} orphans of one that died while importing; a monitor ({monitor.pid}), "
-        f"a data job ({job.pid}) and a benchmark client ({client.pid}), which a reset must spare; stale lock and shared memory"
+        f"a data job ({job.pid}) and a benchmark client ({client.pid}), which a reset must spare; "
+        "a stale lock and stale shared memory"
     )
 
 

@@ -8,6 +8,7 @@ It becomes a copy of `sleep` of that name in FOLDER, keeping the nodes and its G
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -27,8 +28,12 @@ def main() -> None:
     from sglang.standin import device
     from sglang.standin.scheduler import copied_executable
 
-    for descriptor in device.open_nodes(os.environ.get("SGLANG_STANDIN_DEVICE_FOLDER", "/dev")):
-        os.set_inheritable(descriptor, True)
+    folder = os.environ.get("SGLANG_STANDIN_DEVICE_FOLDER", "/dev")
+    device.open_nodes(folder)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/nvidia"):
+                os.set_inheritable(int(name), True)
     if options.mib:
         state = device.gpu_state(os.environ.get("GPU_SIMULATOR_STATE", "/run/simulated-gpu"))
         # A record lock stays with the process through exec as long as its descriptor stays open.

@@ -35,10 +35,10 @@ def main() -> None:
             os.write(writer, b".")
             child.hang()
         os.read(reader, 1)
-    nodes = device.open_nodes(os.environ.get("SGLANG_STANDIN_DEVICE_FOLDER", "/dev"), state.gpus()[options.gpu].minor)
+    mapped = device.open_nodes(os.environ.get("SGLANG_STANDIN_DEVICE_FOLDER", "/dev"), state.gpus()[options.gpu].minor)
     with state.allocate(options.gpu, options.mib):
         print("ready", flush=True)
-        while nodes or True:
+        while mapped or True:  # noqa: SIM222 (what is mapped lives as long as it is named)
             signal.pause()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 ALIASES = {
     "model": "model_path",
@@ -38,14 +39,15 @@ class Refused(Exception):
     """The arguments are refused as argparse would; status 2."""
 
 
-def recorded(version: str) -> dict:
+def recorded(version: str) -> dict[str, Any]:
     """`arguments` and `internal_state` as recorded from that version."""
-    return json.loads((Path(__file__).parent / f"arguments-{version}.json").read_text())
+    found: dict[str, Any] = json.loads((Path(__file__).parent / f"arguments-{version}.json").read_text())
+    return found
 
 
-def parse(argv: list, version: str) -> dict:
+def parse(argv: list[str], version: str) -> dict[str, Any]:
     """All arguments by name. Unknown options are accepted and kept out. Raises `Refused`."""
-    arguments = recorded(version)["arguments"]
+    arguments: dict[str, Any] = recorded(version)["arguments"]
     index = 0
     while index < len(argv):
         option = argv[index]
@@ -66,25 +68,25 @@ def parse(argv: list, version: str) -> dict:
     return _resolved(arguments)
 
 
-def _converted(name: str, default, values: list):
+def _converted(name: str, default: object, values: list[str]) -> object:
     if isinstance(default, bool) and not values:
         return True
     if not values:
         raise Refused(f"argument --{name.replace('_', '-')}: expected one argument")
-    text = values[0] if len(values) == 1 else values
+    text = values[0]
     try:
         if isinstance(default, bool):
-            return str(text).lower() in ("1", "true", "yes")
+            return text.lower() in ("1", "true", "yes")
         if name in WHOLE_NUMBERS or isinstance(default, int):
             return int(text)
         if name in FRACTIONS or isinstance(default, float):
             return float(text)
-    except (TypeError, ValueError):
+    except ValueError:
         raise Refused(f"argument --{name.replace('_', '-')}: invalid value: {text!r}") from None
-    return text
+    return text if len(values) == 1 else values
 
 
-def _resolved(arguments: dict) -> dict:
+def _resolved(arguments: dict[str, Any]) -> dict[str, Any]:
     path = arguments["model_path"]
     arguments["tokenizer_path"] = arguments["tokenizer_path"] or path
     arguments["served_model_name"] = arguments["served_model_name"] or path
@@ -99,7 +101,7 @@ def _resolved(arguments: dict) -> dict:
     return arguments
 
 
-def refusal(arguments: dict) -> str:
+def refusal(arguments: dict[str, Any]) -> str:
     """Name of the recorded failure that these arguments run into before any process starts; '' if none."""
     if not arguments["speculative_algorithm"]:
         return ""
@@ -111,7 +113,7 @@ def refusal(arguments: dict) -> str:
     return ""
 
 
-def fill_speculation(arguments: dict) -> None:
+def fill_speculation(arguments: dict[str, Any]) -> None:
     """Defaults of the three speculation numbers, and topk 1's draft tokens = steps + 1."""
     if not arguments["speculative_algorithm"]:
         return
@@ -122,7 +124,7 @@ def fill_speculation(arguments: dict) -> None:
         arguments["speculative_num_draft_tokens"] = arguments["speculative_num_steps"] + 1
 
 
-def described(arguments: dict, version: str) -> str:
+def described(arguments: dict[str, Any], version: str) -> str:
     """The server_args line of the log, api_key and all."""
     if version == "0.5.17":
         return "server_args=ServerArgs(" + ", ".join(f"{name}={value!r}" for name, value in arguments.items()) + ")"
@@ -132,7 +134,7 @@ def described(arguments: dict, version: str) -> str:
 class Model:
     """What config.json of the model and the drafter say, as far as the stand-in needs it."""
 
-    def __init__(self, arguments: dict, max_context: int) -> None:
+    def __init__(self, arguments: dict[str, Any], max_context: int) -> None:
         config = _config(arguments["model_path"])
         text = config.get("text_config") or config
         self.context = arguments["context_length"] or text.get("max_position_embeddings") or max_context
@@ -149,17 +151,16 @@ class Model:
         return bool(self.draft_context and self.context > self.draft_context and not allowed)
 
 
-def _config(folder: "str | None") -> dict:
+def _config(folder: str | None) -> dict[str, Any]:
     try:
-        return json.loads((Path(folder or "") / "config.json").read_text())
+        found: dict[str, Any] = json.loads((Path(folder or "") / "config.json").read_text())
+        return found
     except (OSError, ValueError):
         return {}
 
 
-def _shards(folder: str) -> list:
+def _shards(folder: str) -> list[str]:
     try:
         return [name for name in os.listdir(folder) if name.endswith(".safetensors")]
     except OSError:
         return []
-
-

@@ -6,11 +6,14 @@ import ctypes
 import os
 import signal
 import time
+from typing import NoReturn
+
+from .settings import Settings
 
 PR_SET_PDEATHSIG = 1
 
 
-def begin(settings, title: str) -> None:
+def begin(settings: Settings, title: str) -> None:
     """From a bare ``multiprocessing.spawn`` child to one with a title.
 
     A main that dies before this leaves an orphan: the kernel signals only deaths that come after the request.
@@ -34,7 +37,7 @@ def set_title(title: str, blank_environ: bool) -> None:
     setproctitle.setproctitle(title)
 
 
-def hang() -> None:
+def hang() -> NoReturn:
     """Do nothing for ever, using no processor."""
     while True:
         signal.pause()

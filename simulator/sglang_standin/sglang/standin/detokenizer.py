@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from . import child, device
 from .settings import Settings
 
 
-def run_detokenizer_process(inputs: list, output) -> None:
+def run_detokenizer_process(inputs: list[Any], output: Connection) -> None:
     """The target of the detokenizer's process: forwards each scheduler's outputs to main."""
     settings = Settings()
     child.begin(settings, "sglang::detokenizer")
-    nodes = [] if settings.no_gpu else device.open_nodes(settings.device_folder)
+    if not settings.no_gpu:
+        device.open_nodes(settings.device_folder)
     while inputs:
-        for source in wait(inputs):
+        ready: list[Any] = wait(inputs)
+        for source in ready:
             try:
                 output.send_bytes(source.recv_bytes())
             except (EOFError, OSError):
                 inputs.remove(source)
     child.hang()
-    del nodes
 
 
 def run_controller_process() -> None:

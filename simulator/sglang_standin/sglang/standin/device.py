@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 OWN_DESCRIPTORS, OTHER_DESCRIPTORS = 23, 7
 """Measured: descriptors that a process with a CUDA context has on the node of its GPU and on each other GPU's."""
@@ -16,16 +17,16 @@ CONTEXT_MIB = 527
 """What a CUDA context takes before any weights."""
 
 
-def open_nodes(folder: str, own_minor: "int | None" = None) -> list:
+def open_nodes(folder: str, own_minor: int | None = None) -> list[mmap.mmap]:
     """Open every GPU's node and nvidiactl; with a context on `own_minor`, as often and mapped as measured.
 
-    Returns what must be kept alive. Nodes that can't be opened are left out.
+    Returns the mapped memory, which lasts as long as that is kept. Nodes that can't be opened are left out.
     """
-    kept: list = []
+    mapped: list[mmap.mmap] = []
     try:
         names = os.listdir(folder)
     except OSError:
-        return kept
+        return mapped
     for name in sorted(names):
         if not re.fullmatch(r"nvidia(\d+|ctl|-uvm)", name):
             continue
@@ -36,39 +37,41 @@ def open_nodes(folder: str, own_minor: "int | None" = None) -> list:
             times = OWN_DESCRIPTORS if minor == own_minor else OTHER_DESCRIPTORS
         for _ in range(times):
             try:
-                kept.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
                 break
         else:
             if own_minor is not None and minor is not None:
-                kept.extend(_mapped(kept[-1], 3 if minor == own_minor else 2))
-    return kept
+                mapped += _mapped(descriptor, 3 if minor == own_minor else 2)
+    return mapped
 
 
-def _mapped(descriptor: int, times: int) -> list:
+def _mapped(descriptor: int, times: int) -> list[mmap.mmap]:
     try:
         return [mmap.mmap(descriptor, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) for _ in range(times)]
     except (OSError, ValueError):
         return []  # a node over the null device can't be mapped
 
 
-def gpu_state(folder: str):
+def gpu_state(folder: str) -> Any:
     """The simulator's `GpuState`, loaded from its file: only the stand-in is on the path of a server."""
     name = "simulated_gpu_state"
     if name not in sys.modules:
         path = Path(__file__).resolve().parents[3] / "gpu_state.py"
         spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} can't be loaded")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules[name].GpuState(folder)
 
 
-def chosen_gpu(state, ordinal: int):
+def chosen_gpu(state: Any, ordinal: int) -> Any:
     """The GPU behind a CUDA ordinal: CUDA_VISIBLE_DEVICES reorders and hides. Raises IndexError as CUDA would."""
     gpus = state.gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return gpus[ordinal]
     name = visible.split(",")[ordinal].strip()
-    return next(gpu for gpu in gpus if name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)))
+    return next(gpu for gpu in gpus if name == str(gpu.index) or (name[:4] == "GPU-" and gpu.uuid.startswith(name)))

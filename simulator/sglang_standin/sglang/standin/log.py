@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -19,7 +20,6 @@ class Log:
 
 def raw(text: str) -> None:
     """Text as it is: warnings, progress bars."""
-    try:
+    # The log's reader may be gone; a server does not die of that.
+    with contextlib.suppress(OSError):
         os.write(2, text.encode())
-    except OSError:
-        pass  # the log's reader is gone; a server does not die of that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -9,7 +10,10 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from . import arguments as args
 from . import device
@@ -18,10 +22,15 @@ from .log import Log, raw
 from .scheduler import recorded_failure, run_scheduler_process
 from .settings import Settings
 
-ARGUMENT_FAILURES = ("topk-missing", "steps-missing-topk-given", "kernel-package-missing", "common-ops-cannot-load-libcuda")
+ARGUMENT_FAILURES = (
+    "topk-missing",
+    "steps-missing-topk-given",
+    "kernel-package-missing",
+    "common-ops-cannot-load-libcuda",
+)
 
 
-def run(argv: list, program: str) -> int:
+def run(argv: list[str], program: str) -> int:
     """Start the server and serve until it ends; returns the exit status where it does not kill itself."""
     settings = Settings()
     log = Log()
@@ -53,29 +62,29 @@ def run(argv: list, program: str) -> int:
         "Using CUDA IPC for multimodal features: reserving up to 1024 MiB on base GPU 0 across 1 tokenizer worker(s). "
         "This reduces KV cache headroom; a full pool falls back to CPU transport."
     )
+    log.line(
+        "CUDA IPC pool-handle caching is enabled. It reuses mappings to the existing bounded pool without reserving "
+        "another pool; set SGLANG_USE_IPC_POOL_HANDLE_CACHE=0 to disable it."
+    )
     log.line("Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit")
     log.line(args.described(arguments, settings.version))
     log.line("Using default HuggingFace chat template with detected content format: string")
-    nodes = [] if settings.no_gpu else device.open_nodes(settings.device_folder)
-    server = Server(arguments, settings, log)
-    try:
-        return server.run(argv)
-    finally:
-        del nodes
+    if not settings.no_gpu:
+        device.open_nodes(settings.device_folder)
+    return Server(arguments, settings, log).run(argv)
 
 
 class Server:
     """The tree and its state."""
 
-    def __init__(self, arguments: dict, settings: Settings, log: Log) -> None:
+    def __init__(self, arguments: dict[str, Any], settings: Settings, log: Log) -> None:
         self.arguments, self.settings, self.log = arguments, settings, log
         self.model = args.Model(arguments, settings.max_context)
-        self.schedulers: list = []
-        self.detokenizer = None
+        self.schedulers: list[BaseProcess] = []
         self.started_at = time.monotonic()
         self.phase = "launch"
 
-    def run(self, argv: list) -> int:
+    def run(self, argv: list[str]) -> int:
         """Start everything and serve."""
         os.environ["SGLANG_RUN_ID"] = f"sglang-run-{time.time()}-{random.randint(0, 100000000)}"
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
@@ -103,17 +112,17 @@ class Server:
 
     # Start
 
-    def _spawn(self):
+    def _spawn(self) -> tuple[list[Connection], dict[str, Any]]:
         """One scheduler a rank, then the detokenizer. Returns the ready pipes and what the front end talks through."""
         context = multiprocessing.get_context("spawn")
         tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
         ranks = [(replica, rank) for replica in range(data) for rank in range(tensor)]
-        ready: list = []
-        frontend = {"requests": [], "control": []}
-        detokenizer_inputs, theirs = [], []
+        ready: list[Connection] = []
+        frontend: dict[str, Any] = {"requests": [], "control": []}
+        detokenizer_inputs: list[Connection] = []
+        theirs: list[Connection] = []
         if data > 1:
-            controller = context.Process(target=run_controller_process)
-            controller.start()
+            context.Process(target=run_controller_process).start()
         for replica in range(data):
             links = [context.Pipe() for _ in range(tensor - 1)]
             for rank in range(tensor):
@@ -137,14 +146,13 @@ class Server:
                 self.schedulers.append(process)
                 ready.append(ours)
         frontend["outputs"], output = context.Pipe(duplex=False)
-        self.detokenizer = context.Process(target=run_detokenizer_process, args=(detokenizer_inputs, output))
-        self.detokenizer.start()
+        context.Process(target=run_detokenizer_process, args=(detokenizer_inputs, output)).start()
         # Only the children's copies may stay open, or nobody would see them end.
         for pipe in [*theirs, output]:
             pipe.close()
         return ready, frontend
 
-    def _plan(self, replica: int, rank: int, writer, last: bool) -> dict:
+    def _plan(self, replica: int, rank: int, writer: Connection, last: bool) -> dict[str, Any]:
         tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
         prefix = (f" DP{replica}" if data > 1 else "") + (f" TP{rank}" if tensor > 1 else "")
         number = replica * tensor + rank
@@ -172,8 +180,8 @@ class Server:
             "peers": [],
         }
 
-    def _wait_for_schedulers(self, ready: list) -> "list | None":
-        infos = []
+    def _wait_for_schedulers(self, ready: list[Connection]) -> list[dict[str, Any]] | None:
+        infos: list[dict[str, Any]] = []
         for rank, pipe in enumerate(ready):
             try:
                 infos.append(pipe.recv())
@@ -191,7 +199,7 @@ class Server:
 
     # End
 
-    def _on_sigquit(self, signum, frame) -> None:
+    def _on_sigquit(self, signum: int, frame: object) -> None:
         """A worker failed. While serving, the main thread is in here: nothing is answered any more."""
         if self.phase == "launch":
             self.log.line("Received sigquit from a child process. It usually means the child failed.")
@@ -224,7 +232,10 @@ class Server:
         return stop
 
     def end_after_drain(self) -> None:
-        """Wait for the schedulers' own exit, then end the tree: 0.5.17 by SIGKILL, itself last; 0.5.23 with status 0."""
+        """Wait for the schedulers' own exit, then end the tree.
+
+        0.5.17 kills everything, itself last; 0.5.23 exits with status 0.
+        """
         deadline = time.monotonic() + self.settings.exit_wait_seconds
         while time.monotonic() < deadline and any(process.is_alive() for process in self.schedulers):
             time.sleep(0.02)
@@ -245,19 +256,17 @@ def kill_process_tree(log: Log, include_parent: bool) -> None:
     """SIGKILL for all descendants, then, if asked, for this process itself."""
     log.line(f"kill_process_tree called: parent_pid={os.getpid()}, include_parent={include_parent}, pid={os.getpid()}")
     for pid in descendants(os.getpid()):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     if include_parent:
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()
 
 
-def descendants(root: int) -> list:
+def descendants(root: int) -> list[int]:
     """Pids below a process, parents first."""
-    parents: dict = {}
+    parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -266,7 +275,7 @@ def descendants(root: int) -> list:
             except OSError:
                 continue
             parents.setdefault(int(fields[1]), []).append(int(name))
-    found: list = []
+    found: list[int] = []
     queue = list(parents.get(root, []))
     while queue:
         pid = queue.pop(0)

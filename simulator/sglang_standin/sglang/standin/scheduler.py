@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from . import child, device
 from .log import Log, raw
@@ -16,11 +18,12 @@ from .settings import Settings
 GIB = 1024
 DECODE_LOG_INTERVAL = 40
 PREFILL_SIZES = [4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256]
+GRAPHS = ("prefill", "decode", "target_verify", "draft_prefill", "draft_decode", "draft_extend")
 ACCEPT_LENGTHS = {1: 1.83, 2: 2.43, 3: 2.88, 4: 3.24, 5: 3.46}
 """Published for Kimi-K2.5 with EAGLE-3, by drafted tokens."""
 
 
-def run_scheduler_process(plan: dict) -> None:
+def run_scheduler_process(plan: dict[str, Any]) -> None:
     """The target of a scheduler's process.
 
     `plan`: arguments, model (dict), main_pid, tp_rank, dp_rank, ordinal (CUDA's), title, prefix, and the pipes
@@ -48,7 +51,7 @@ def run_scheduler_process(plan: dict) -> None:
         sys.exit(1)
     plan["ready"].close()
     if plan["requests"] is None:
-        follow(plan["peers"][0], settings)
+        follow(plan["peers"][0])
     else:
         Engine(plan, settings, log).run()
     if plan["tp_rank"] == 0:
@@ -83,22 +86,23 @@ def _nccl_warning(rank: int) -> None:
 class Startup:
     """The phases from a titled process to a ready scheduler, with the recorded log lines."""
 
-    def __init__(self, plan: dict, settings: Settings, log: Log) -> None:
+    def __init__(self, plan: dict[str, Any], settings: Settings, log: Log) -> None:
         self.plan = plan
         self.arguments = plan["arguments"]
         self.model = plan["model"]
         self.settings = settings
         self.log = log
         self.taken_at = time.monotonic()
-        self.memory = None
+        self.memory: Any = None
+        self.mapped: list[Any] = []
         self.held_mib = 0
         self.total_mib = 97887
-        self.workers: list = []
+        self.workers: list[subprocess.Popen[bytes]] = []
         self.seconds = {"load_weight": 0.0, "kv_cache_allocation": 0.0}
-        self.graphs: dict = {}
-        self.graph_gb: dict = {}
+        self.graphs: dict[str, float] = {}
+        self.graph_gb: dict[str, float] = {}
 
-    def run(self) -> dict:
+    def run(self) -> dict[str, Any]:
         """All phases; returns what main learns from a ready scheduler. Raises `Failed`."""
         began = time.monotonic()
         settings, speculative = self.settings, bool(self.arguments["speculative_algorithm"])
@@ -131,10 +135,7 @@ class Startup:
             "startup_time": {
                 **self.seconds,
                 "scheduler_e2e": time.monotonic() - began,
-                "cuda_graph": {
-                    name: self.graphs.get(name, 0.0)
-                    for name in ("prefill", "decode", "target_verify", "draft_prefill", "draft_decode", "draft_extend")
-                },
+                "cuda_graph": {name: self.graphs.get(name, 0.0) for name in GRAPHS},
             },
             "memory_usage": {
                 "weight": round(self.settings.memory_mib * 0.62 / GIB, 3),
@@ -142,7 +143,7 @@ class Startup:
                 "startup_available": float(self._free()),
                 "token_capacity": tokens,
                 "token_capacity_swa": None,
-                "graph": {**dict.fromkeys(("prefill", "decode", "target_verify", "draft_prefill"), 0.0), **self.graph_gb},
+                "graph": {name: self.graph_gb.get(name, 0.0) for name in GRAPHS},
             },
         }
 
@@ -155,7 +156,6 @@ class Startup:
     # Phases
 
     def _take_gpu(self) -> None:
-        self.nodes: list = []
         self.taken_at = time.monotonic()
         if self.settings.no_gpu:
             return
@@ -168,7 +168,7 @@ class Startup:
                 "torch.AcceleratorError: CUDA error: invalid device ordinal"
             ) from None
         self.state, self.gpu, self.total_mib = state, gpu, gpu.total_mib - gpu.reserved_mib
-        self.nodes = device.open_nodes(self.settings.device_folder, gpu.minor)
+        self.mapped = device.open_nodes(self.settings.device_folder, gpu.minor)
         self._hold(min(device.CONTEXT_MIB, self.settings.memory_mib))
 
     def _hold(self, mib: int) -> None:
@@ -261,7 +261,7 @@ class Startup:
         self.seconds["kv_cache_allocation"] = time.monotonic() - began
         self._hang_after("pool")
 
-    def _captures(self, speculative: bool) -> list:
+    def _captures(self, speculative: bool) -> list[str]:
         if self.arguments["disable_cuda_graph"]:
             return []
         if speculative:
@@ -283,13 +283,14 @@ class Startup:
         if self.plan["tp_rank"] == 0:
             what = "num tokens (num_tokens=4" if "prefill" in name else "batches (bs=1"
             rate = f"{count / max(elapsed, 0.001):.2f}it/s"
-            raw(f"Capturing {what} avail_mem={self._free()} GB): 100%|██████████| {count}/{count} [00:00<00:00, {rate}]\n")
+            bar = f"100%|██████████| {count}/{count} [00:00<00:00, {rate}]"
+            raw(f"Capturing {what} avail_mem={self._free()} GB): {bar}\n")
         key = name.replace(" ", "_") if name.startswith("draft") or name == "target verify" else name.split()[1]
         self.graphs[key] = elapsed
         self.graph_gb[key] = round((self.held_mib - before) / GIB, 3)
         self.log.line(
-            f"Capture {name} CUDA graph end. elapsed={elapsed:.2f} s, mem usage={(self.held_mib - before) / GIB:.2f} GB, "
-            f"avail mem={self._free()} GB."
+            f"Capture {name} CUDA graph end. elapsed={elapsed:.2f} s, "
+            f"mem usage={(self.held_mib - before) / GIB:.2f} GB, avail mem={self._free()} GB."
         )
         if self.settings.fail == "eagle3-missing-module-in-draft" and name in ("draft decode", "target decode"):
             raise Failed(recorded_failure("eagle3-missing-module-in-draft"))
@@ -321,11 +322,10 @@ class Startup:
             self.workers.append(subprocess.Popen(command, pass_fds=(reader, writer)))
         if self.settings.jit_seconds > 0 and self.plan["tp_rank"] == 0:
             ninja = start_jit(self.settings.jit_seconds)
-            if ninja is not None:
-                ninja.wait()
+            ninja.wait()
 
 
-def start_jit(seconds: float) -> "subprocess.Popen | None":
+def start_jit(seconds: float) -> subprocess.Popen[bytes]:
     """ninja with an nvcc below it, the latter leading a process group of its own, as ninja really starts it.
 
     Both are copies of `sleep` under those names, which end by themselves after so many seconds.
@@ -360,7 +360,7 @@ def recorded_failure(name: str) -> str:
     return (Path(__file__).parent / "failures" / f"{name}.log").read_text()
 
 
-def follow(to_first, settings: Settings) -> None:
+def follow(to_first: Connection) -> None:
     """Ranks above 0: take part in rank 0's collectives until it shuts down or is gone."""
     while True:
         try:
@@ -374,7 +374,7 @@ def follow(to_first, settings: Settings) -> None:
 class Request:
     """One running request."""
 
-    def __init__(self, message: dict) -> None:
+    def __init__(self, message: dict[str, Any]) -> None:
         self.rid: str = message["rid"]
         self.prompt: int = message["prompt_tokens"]
         self.goal: int = message["max_new_tokens"]
@@ -383,10 +383,15 @@ class Request:
         self.credit = 0.0
 
 
+def _no_steps() -> dict[str, float]:
+    """Counters of the decode steps since the last log line."""
+    return {"steps": 0, "tokens": 0, "verified": 0, "at": time.monotonic()}
+
+
 class Engine:
     """Rank 0 of a replica: queue, batches, counters."""
 
-    def __init__(self, plan: dict, settings: Settings, log: Log) -> None:
+    def __init__(self, plan: dict[str, Any], settings: Settings, log: Log) -> None:
         self.plan, self.settings, self.log = plan, settings, log
         arguments = plan["arguments"]
         self.requests, self.outputs, self.control = plan["requests"], plan["outputs"], plan["control"]
@@ -396,18 +401,19 @@ class Engine:
         self.speculative = bool(arguments["speculative_algorithm"])
         self.drafted = (arguments["speculative_num_draft_tokens"] or 1) - 1
         self.accept = self._accept_length(arguments)
-        self.waiting: list = []
-        self.running: list = []
-        self.since_log = {"steps": 0, "tokens": 0, "verified": 0, "at": time.monotonic()}
-        self.total_tokens = self.total_verified = 0
-        self.stats = {"gen_throughput": 0.0, "accept_length": 0.0, "accept_rate": 0.0, "tokens": 0}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.since_log = _no_steps()
+        self.total_tokens = self.total_verified = 0.0
+        self.stats: dict[str, float] = {"gen_throughput": 0.0, "accept_length": 0.0, "accept_rate": 0.0, "tokens": 0}
         self.last_prefill = time.monotonic()
         self.stopped = False
 
-    def _accept_length(self, arguments: dict) -> float:
+    def _accept_length(self, arguments: dict[str, Any]) -> float:
         if not self.speculative:
             return 1.0
-        if arguments["speculative_algorithm"] == "EAGLE" and "EAGLE3" in str(self.plan["model"]["draft_architecture"]).upper():
+        eagle3 = "EAGLE3" in str(self.plan["model"]["draft_architecture"]).upper()
+        if arguments["speculative_algorithm"] == "EAGLE" and eagle3:
             return 1.0  # the trap: it starts, serves and accepts nothing
         steps = arguments["speculative_num_steps"] or 1
         wanted = self.settings.accept_length or ACCEPT_LENGTHS.get(min(steps, 5), 1.0)
@@ -427,7 +433,7 @@ class Engine:
         except (EOFError, OSError):
             child.hang()
 
-    def _take(self, message: dict) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "generate":
             self.waiting.append(Request(message))
@@ -467,7 +473,7 @@ class Engine:
         if not self.running:
             return
         time.sleep(self.settings.verify_seconds if self.speculative else self.settings.step_seconds)
-        outputs = []
+        outputs: list[tuple[str, int, dict[str, Any] | None, dict[str, Any] | None]] = []
         for request in self.running:
             made = self._tokens(request)
             outputs.append((request.rid, made, self._finished(request), None))
@@ -490,10 +496,10 @@ class Engine:
         self.since_log["verified"] += 1
         return made
 
-    def _finished(self, request: Request) -> "dict | None":
+    def _finished(self, request: Request) -> dict[str, Any] | None:
         if request.done < request.goal:
             return None
-        meta = {"prompt_tokens": request.prompt, "completion_tokens": request.done, "cached_tokens": 0}
+        meta: dict[str, Any] = {"prompt_tokens": request.prompt, "completion_tokens": request.done, "cached_tokens": 0}
         if self.speculative:
             proposed = request.verified * self.drafted
             correct = max(0, request.done - request.verified)
@@ -536,9 +542,9 @@ class Engine:
             f"Decode batch, #running-req: {batch}, #token: {used}, token usage: {used / self.capacity:.2f}, {accepted}"
             f"cuda graph: True, gen throughput (token/s): {rate:.2f}, #queue-req: {len(self.waiting)}"
         )
-        self.since_log = {"steps": 0, "tokens": 0, "verified": 0, "at": now}
+        self.since_log = _no_steps()
 
-    def _snapshot(self) -> dict:
+    def _snapshot(self) -> dict[str, Any]:
         return {
             **self.stats,
             "running": len(self.running),
@@ -547,8 +553,11 @@ class Engine:
             "capacity": self.capacity,
         }
 
-    def _state(self) -> dict:
-        state = {"last_gen_throughput": self.stats["gen_throughput"], "effective_max_running_requests_per_dp": self.limit}
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "last_gen_throughput": self.stats["gen_throughput"],
+            "effective_max_running_requests_per_dp": self.limit,
+        }
         if self.total_verified:
             state["avg_spec_accept_length"] = self.total_tokens / self.total_verified
         return state
@@ -561,6 +570,6 @@ class Engine:
             )
             return False
         self.total_tokens = self.total_verified = 0
-        self.since_log = {"steps": 0, "tokens": 0, "verified": 0, "at": time.monotonic()}
+        self.since_log = _no_steps()
         self.log.line("Cache flushed successfully!")
         return True

@@ -43,6 +43,7 @@ CUDA_VISIBLE_DEVICES (indices or UUIDs), --base-gpu-id and --gpu-id-step choose 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 PREFIX = "SGLANG_STANDIN_"
 
@@ -83,23 +84,50 @@ PHASES = ("import", "init", "weights", "draft", "pool", "capture")
 class Settings:
     """The settings of this process tree, read from its environment; seconds are divided by SPEED already."""
 
-    def __init__(self, environ=None) -> None:
+    blank_environ: bool
+    no_gpu: bool
+    ignore_term: bool
+    outlive_main: bool
+    inductor_workers: int
+    memory_mib: int
+    max_context: int
+    import_seconds: float
+    init_seconds: float
+    load_seconds: float
+    draft_seconds: float
+    pool_seconds: float
+    capture_seconds: float
+    warmup_seconds: float
+    jit_seconds: float
+    orphan_seconds: float
+    term_poll_seconds: float
+    release_seconds: float
+    exit_wait_seconds: float
+    watch_seconds: float
+    crash_seconds: float
+    health_seconds: float
+    disconnect_seconds: float
+    step_seconds: float
+    verify_seconds: float
+    prefill_seconds: float
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         given = os.environ if environ is None else environ
 
-        def value(name, default):
-            return given.get(PREFIX + name) or default
+        def value(name: str, default: object) -> str:
+            return given.get(PREFIX + name) or str(default)
 
         known = {*TEXTS, *FLAGS, *NUMBERS, *SECONDS, "SPEED", "HEALTH_TIMEOUT_SECONDS", "ACCEPT_LENGTH"}
         unknown = sorted(n for n in given if n.startswith(PREFIX) and n[len(PREFIX) :] not in known)
         if unknown:
             raise SystemExit(f"the stand-in server has no setting {', '.join(unknown)}; see standin/settings.py")
         speed = float(value("SPEED", 1))
-        self.version: str = value("VERSION", TEXTS["VERSION"])
-        self.rename_worker: str = value("RENAME_WORKER", "")
-        self.device_folder: str = value("DEVICE_FOLDER", TEXTS["DEVICE_FOLDER"])
-        self.shm_folder: str = value("SHM_FOLDER", "")
-        self.hang_after: str = value("HANG_AFTER", "")
-        self.fail: str = value("FAIL", "")
+        self.version = value("VERSION", TEXTS["VERSION"])
+        self.rename_worker = value("RENAME_WORKER", "")
+        self.device_folder = value("DEVICE_FOLDER", TEXTS["DEVICE_FOLDER"])
+        self.shm_folder = value("SHM_FOLDER", "")
+        self.hang_after = value("HANG_AFTER", "")
+        self.fail = value("FAIL", "")
         for name in FLAGS:
             setattr(self, name.lower(), value(name, "0") not in ("0", "false"))
         for name, number in NUMBERS.items():
@@ -110,6 +138,6 @@ class Settings:
         self.health_timeout_seconds = float(timeout) / speed
         length = value("ACCEPT_LENGTH", given.get("SGLANG_SIMULATE_ACC_LEN") or 0)
         self.accept_length = float(length)
-        self.state_folder: str = given.get("GPU_SIMULATOR_STATE") or "/run/simulated-gpu"
+        self.state_folder = given.get("GPU_SIMULATOR_STATE") or "/run/simulated-gpu"
         if self.hang_after and self.hang_after not in PHASES:
             raise SystemExit(f"{PREFIX}HANG_AFTER={self.hang_after!r}: the phases are {', '.join(PHASES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,14 +12,19 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from .arguments import recorded
 
-WORDS = "the answer is that one two three four five model token draft verify fast slow and then so it all works".split()
+if TYPE_CHECKING:
+    from .main import Server
+
+WORDS = ("the", "answer", "is", "one", "two", "three", "model", "token", "draft", "fast", "and", "then", "it", "works")
 OPEN_PATHS = ("/health", "/health_generate", "/metrics", "/ping", "/ready")
 """What real SGLang answers without the API key."""
 
@@ -30,22 +36,21 @@ class Disconnected(Exception):
 class Frontend:
     """SGLang's tokenizer manager, as far as the outside sees it."""
 
-    def __init__(self, server, pipes: dict) -> None:
+    def __init__(self, server: Server, pipes: dict[str, Any]) -> None:
         self.server, self.settings, self.log = server, server.settings, server.log
         self.requests, self.outputs, self.control = pipes["requests"], pipes["outputs"], pipes["control"]
-        self.in_flight: dict = {}
-        self.answers: dict = {}
+        self.in_flight: dict[str, SimpleQueue[Any]] = {}
+        self.answers: dict[str, SimpleQueue[Any]] = {}
         self.lock = threading.Lock()
         self.turn = itertools.count()
         self.last_receive = 0.0
         self.status = "Starting"
         self.exiting = False
-        self.snapshot: dict = {}
-        self.accepted = False
+        self.snapshot: dict[str, Any] = {}
 
     # Worker pipes
 
-    def send(self, message: dict, replica: "int | None" = None) -> None:
+    def send(self, message: dict[str, Any], replica: int | None = None) -> None:
         """To one scheduler (turn by turn) or the given one. A full pipe of a stopped one blocks, as it should."""
         which = next(self.turn) % len(self.requests) if replica is None else replica
         with self.lock:
@@ -53,9 +58,10 @@ class Frontend:
 
     def receive(self) -> None:
         """Thread: hand out what comes from the detokenizer and the schedulers."""
-        sources = [self.outputs, *self.control]
+        sources: list[Any] = [self.outputs, *self.control]
         while sources:
-            for source in wait(sources):
+            ready: list[Any] = wait(sources)
+            for source in ready:
                 try:
                     message = source.recv()
                 except (EOFError, OSError):
@@ -74,7 +80,7 @@ class Frontend:
                     if queue is not None:
                         queue.put((made, finished))
 
-    def ask(self, kind: str) -> list:
+    def ask(self, kind: str) -> list[Any]:
         """Ask every scheduler; blocks as long as one does not answer."""
         answers = []
         for replica in range(len(self.requests)):
@@ -85,12 +91,11 @@ class Frontend:
             del self.answers[rid]
         return answers
 
-    def generate(self, prompt_tokens: int, max_new_tokens: int, client: socket.socket):
+    def generate(self, prompt_tokens: int, max_new_tokens: int, client: socket.socket) -> Iterator[Any]:
         """Yields (tokens made, None or the final meta). Raises `Disconnected`."""
         rid = uuid.uuid4().hex
-        queue: SimpleQueue = SimpleQueue()
+        queue: SimpleQueue[Any] = SimpleQueue()
         self.in_flight[rid] = queue
-        self.accepted = True
         try:
             self.send(
                 {"kind": "generate", "rid": rid, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
@@ -121,7 +126,8 @@ class Frontend:
             return 503
         if self.status == "Starting":
             return 503
-        if path == "/health" and os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1").lower() in ("0", "false"):
+        generation = os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "1")
+        if path == "/health" and generation.lower() in ("0", "false"):
             return 200
         rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
         self.in_flight[rid] = SimpleQueue()
@@ -146,7 +152,7 @@ class Frontend:
 
     # SIGTERM
 
-    def on_term(self, signum, frame) -> None:
+    def on_term(self, signum: int, frame: object) -> None:
         """SIGTERM's handler while serving."""
         if self.settings.ignore_term:
             return
@@ -158,7 +164,7 @@ class Frontend:
         while not self.exiting:
             time.sleep(self.settings.term_poll_seconds)
         while True:
-            rids = [rid for rid in list(self.in_flight)]
+            rids = list(self.in_flight)
             if self.status == "UnHealthy":
                 self.log.line("Signal SIGTERM received while health check failed. Force exiting.")
                 break
@@ -171,15 +177,17 @@ class Frontend:
             time.sleep(self.settings.term_poll_seconds)
         stop_watch.set()
         for replica in range(len(self.requests)):
-            try:
+            with contextlib.suppress(OSError):
                 self.send({"kind": "shutdown"}, replica)
-            except OSError:
-                pass
         self.server.end_after_drain()
 
 
-def serve(server, pipes: dict, infos: list, startup: dict, argv: list) -> int:
+def serve(
+    server: Server, pipes: dict[str, Any], infos: list[dict[str, Any]], startup: dict[str, Any], argv: list[str]
+) -> int:
     """Serve for ever. Ends by signals."""
+    from .main import kill_process_tree
+
     log, arguments = server.log, server.arguments
     frontend = Frontend(server, pipes)
     log.line(f"INFO:     Started server process [{os.getpid()}]")
@@ -189,10 +197,10 @@ def serve(server, pipes: dict, infos: list, startup: dict, argv: list) -> int:
     try:
         http = _Http((arguments["host"], arguments["port"]), _handler(server, frontend, infos, startup, argv))
     except OSError as error:
-        log.line(f"ERROR:    [Errno {error.errno}] error while attempting to bind on address "
-                 f"('{arguments['host']}', {arguments['port']}): {os.strerror(error.errno or 0).lower()}")
-        from .main import kill_process_tree
-
+        log.line(
+            f"ERROR:    [Errno {error.errno}] error while attempting to bind on address "
+            f"('{arguments['host']}', {arguments['port']}): {os.strerror(error.errno or 0).lower()}"
+        )
         kill_process_tree(log, include_parent=False)
         os._exit(1)
     log.line(f"INFO:     Uvicorn running on http://{arguments['host']}:{arguments['port']} (Press CTRL+C to quit)")
@@ -205,9 +213,11 @@ def serve(server, pipes: dict, infos: list, startup: dict, argv: list) -> int:
     return 0
 
 
-def _warm_up(server, frontend: Frontend) -> None:
+def _warm_up(server: Server, frontend: Frontend) -> None:
     """The first request, which SGLang sends to itself over HTTP; then the server is Up."""
     import http.client
+
+    from .main import kill_process_tree
 
     arguments = server.arguments
     headers = {"Authorization": f"Bearer {arguments['api_key']}"} if arguments["api_key"] else {}
@@ -217,8 +227,12 @@ def _warm_up(server, frontend: Frontend) -> None:
         body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 8}})
         for method, path, data in (("GET", "/model_info", None), ("POST", "/generate", body)):
             connection = http.client.HTTPConnection(host, arguments["port"])
-            connection.request(method, path, body=data, headers=headers)
-            connection.getresponse().read()
+            try:
+                connection.request(method, path, body=data, headers=headers)
+                connection.getresponse().read()
+            except OSError as error:
+                server.log.line(f"Initialization failed. warmup error: {error}")
+                kill_process_tree(server.log, include_parent=True)
             connection.close()
     frontend.status = "Up"
     server.log.line("The server is fired up and ready to roll!")
@@ -228,18 +242,29 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def handle_error(self, request, client_address) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is no error of ours."""
 
 
-def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list) -> type:
+def _handler(
+    server: Server,
+    frontend: Frontend,
+    infos: list[dict[str, Any]],
+    startup: dict[str, Any],
+    argv: list[str],
+) -> type[BaseHTTPRequestHandler]:
     arguments, settings, log = server.arguments, server.settings, server.log
     base = recorded(settings.version)
 
-    def server_info() -> dict:
+    def server_info() -> dict[str, Any]:
         states = [
-            {**arguments, **base["internal_state"], "memory_usage": infos[0]["memory_usage"],
-             "startup_time": infos[0]["startup_time"], **state}
+            {
+                **arguments,
+                **base["internal_state"],
+                "memory_usage": infos[0]["memory_usage"],
+                "startup_time": infos[0]["startup_time"],
+                **state,
+            }
             for state in frontend.ask("state")
         ]
         info = {
@@ -254,7 +279,7 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
             info["launch_command"] = " ".join(argv)
         return info
 
-    def model_info() -> dict:
+    def model_info() -> dict[str, Any]:
         return {
             "model_path": arguments["model_path"],
             "tokenizer_path": arguments["tokenizer_path"],
@@ -267,13 +292,19 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
             "architectures": [server.model.architecture],
         }
 
-    def models() -> dict:
-        card = {"id": arguments["served_model_name"], "object": "model", "created": int(time.time()),
-                "owned_by": "sglang", "root": arguments["served_model_name"], "parent": None,
-                "max_model_len": server.model.context}
+    def models() -> dict[str, Any]:
+        card = {
+            "id": arguments["served_model_name"],
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "sglang",
+            "root": arguments["served_model_name"],
+            "parent": None,
+            "max_model_len": server.model.context,
+        }
         return {"object": "list", "data": [card]}
 
-    def loads() -> dict:
+    def loads() -> dict[str, Any]:
         now = frontend.snapshot
         load = {
             "timestamp": time.time(),
@@ -326,7 +357,7 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
         protocol_version = "HTTP/1.1"
         timeout = 600
 
-        def log_message(self, *_args) -> None:
+        def log_message(self, *_args: object) -> None:
             """Access lines are written by `_finish`."""
 
         def _finish(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
@@ -339,9 +370,10 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
 
         def _access(self, status: int) -> None:
             host, port = self.client_address[:2]
-            log.line(f'INFO:     {host}:{port} - "{self.command} {self.path} HTTP/1.1" {status} {HTTPStatus(status).phrase}')
+            request = f"{self.command} {self.path} HTTP/1.1"
+            log.line(f'INFO:     {host}:{port} - "{request}" {status} {HTTPStatus(status).phrase}')
 
-        def _json(self, value, status: int = 200) -> None:
+        def _json(self, value: object, status: int = 200) -> None:
             self._finish(status, json.dumps(value).encode())
 
         def _text(self, text: str, status: int = 200) -> None:
@@ -400,7 +432,8 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
         def _deprecated(self, path: str, old: str, new: str) -> None:
             if path == old:
                 log.line(
-                    f"Endpoint '{old}' is deprecated and will be removed in a future version. Please use '{new}' instead."
+                    f"Endpoint '{old}' is deprecated and will be removed in a future version. "
+                    f"Please use '{new}' instead."
                 )
 
         def _control(self, path: str) -> None:
@@ -414,7 +447,7 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
             else:
                 self._text("Flush cache failed.\n", 400)
 
-        def _generate(self, wanted: "_Wanted") -> None:
+        def _generate(self, wanted: _Wanted) -> None:
             began = time.time()
             if wanted.stream:
                 self._stream(wanted, began)
@@ -426,7 +459,7 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
                         answers.append(finished)
             self._json(wanted.answer(answers, time.time() - began))
 
-        def _stream(self, wanted: "_Wanted", began: float) -> None:
+        def _stream(self, wanted: _Wanted, began: float) -> None:
             self._access(200)
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream; charset=utf-8")
@@ -449,19 +482,19 @@ def _handler(server, frontend: Frontend, infos: list, startup: dict, argv: list)
 class _Wanted:
     """What a generation request asks for, and the shapes of its answers."""
 
-    def __init__(self, path: str, body: dict, server) -> None:
+    def __init__(self, path: str, body: dict[str, Any], server: Server) -> None:
         self.path = path
         self.model = body.get("model") or server.arguments["served_model_name"]
         self.stream = bool(body.get("stream"))
         options = body.get("stream_options") or {}
         self.usage_wanted = bool(options.get("include_usage"))
         if path == "/generate":
-            given = body.get("text", body.get("input_ids"))
+            given: Any = body.get("text", body.get("input_ids"))
             self.many = bool(isinstance(given, list) and given and not isinstance(given[0], int))
             self.prompts = [_tokens(item) for item in (given if self.many else [given])]
             maximum = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
         elif path == "/v1/completions":
-            given = body["prompt"] if "prompt" in body else ""
+            given = body.get("prompt", "")
             self.many = False
             self.prompts = [_tokens(given)]
             maximum = body.get("max_tokens") or 16
@@ -472,7 +505,7 @@ class _Wanted:
             maximum = body.get("max_completion_tokens") or body.get("max_tokens") or 128
         self.max_new_tokens = max(1, int(maximum))
 
-    def answer(self, answers: list, seconds: float):
+    def answer(self, answers: list[dict[str, Any]], seconds: float) -> object:
         """The whole answer, without streaming."""
         if self.path == "/generate":
             found = [_generated(meta, seconds) for meta in answers]
@@ -481,8 +514,13 @@ class _Wanted:
         text = _text(0, meta["completion_tokens"])
         chat = self.path.endswith("chat/completions")
         content = {"message": {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}}
-        choice = {"index": 0, **(content if chat else {"text": text}), "logprobs": None, "finish_reason": "length",
-                  "matched_stop": None}
+        choice = {
+            "index": 0,
+            **(content if chat else {"text": text}),
+            "logprobs": None,
+            "finish_reason": "length",
+            "matched_stop": None,
+        }
         return {
             "id": meta["id"],
             "object": "chat.completion" if chat else "text_completion",
@@ -493,7 +531,7 @@ class _Wanted:
             "metadata": {"weight_version": "default"},
         }
 
-    def chunk(self, done: int, made: int, finished: "dict | None", seconds: float) -> dict:
+    def chunk(self, done: int, made: int, finished: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """One event of a streamed answer."""
         if self.path == "/generate":
             meta = finished or {"prompt_tokens": self.prompts[0], "completion_tokens": done + made}
@@ -512,7 +550,7 @@ class _Wanted:
         return event
 
 
-def _generated(meta: dict, seconds: float, finished: bool = True) -> dict:
+def _generated(meta: dict[str, Any], seconds: float, finished: bool = True) -> dict[str, Any]:
     count = meta["completion_tokens"]
     rest = {key: value for key, value in meta.items() if key not in ("id", "prompt_tokens")}
     return {
@@ -531,17 +569,22 @@ def _generated(meta: dict, seconds: float, finished: bool = True) -> dict:
     }
 
 
-def _usage(meta: dict) -> dict:
+def _usage(meta: dict[str, Any]) -> dict[str, Any]:
     prompt, completion = meta["prompt_tokens"], meta["completion_tokens"]
-    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion,
-            "prompt_tokens_details": None, "reasoning_tokens": 0}
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
 
 
 def _text(start: int, count: int) -> str:
     return "".join(" " + WORDS[number % len(WORDS)] for number in range(start, start + count))
 
 
-def _tokens(prompt) -> int:
+def _tokens(prompt: object) -> int:
     """Tokens of a prompt: ids are counted, text goes by words."""
     return max(1, len(prompt) if isinstance(prompt, list) else len(str(prompt).split()))
 

@@ -1,5 +1,6 @@
 """A torch inductor compile worker: a parent and its forks, which end within a second of their parent's death."""
 
+import contextlib
 import os
 import re
 import signal
@@ -14,10 +15,8 @@ def main() -> None:
     if os.environ.get("SGLANG_STANDIN_NO_GPU") in (None, "", "0"):
         for name in os.listdir(folder):
             if re.fullmatch(r"nvidia(\d+|ctl)", name):
-                try:
+                with contextlib.suppress(OSError):
                     os.open(os.path.join(folder, name), os.O_RDWR | os.O_CLOEXEC)
-                except OSError:
-                    pass
     for _ in range(int(options["workers"])):
         mine = os.getpid()
         if os.fork() == 0:
