@@ -233,7 +233,7 @@ def _deaf(facts: Facts) -> str:
 
 def _held(facts: Facts, holds: str = "it holds") -> str:
     if facts.memory_mib is None:
-        return f"how much GPU memory {holds} can't be read"
+        return f"{holds} an amount of GPU memory that can't be read"
     if facts.memory_mib == 0:
         return f"{holds} no GPU memory now" if facts.main else f"{holds} no GPU memory yet"
     return f"{holds} {facts.memory_mib} MiB of GPU memory"
