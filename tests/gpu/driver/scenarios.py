@@ -116,7 +116,7 @@ def torch_processes(s: Session) -> None:
     orphaned = s.torch("torch-orphaned", "--own-session", "--hold-mib", "20480")
     stopped = s.torch("torch-stopped", "--hold-mib", "2048")
     tenants = [serving, orphaned, stopped]
-    if not all(ready(s, server, 60) for server in tenants):
+    if not all(ready(s, server, 90) for server in tenants):
         return
     s.check("the torch server answers", servers.generate(serving.port)[0] == 200)
     s.kill(orphaned.main, signal.SIGKILL)
@@ -244,7 +244,7 @@ def main_killed_ready(s: Session) -> None:
 def two_gpus_torch(s: Session) -> None:
     """One torch server a GPU, both holding both device nodes: a reset of GPU 1 leaves the other computing."""
     first, second = s.torch("torch-gpu0"), s.torch("torch-gpu1", "--base-gpu-id", "1")
-    if not all([ready(s, first, 60), ready(s, second, 60)]):
+    if not all([ready(s, first, 90), ready(s, second, 90)]):
         return
     keep, end = s.workers(first)[0], s.workers(second)[0]
     devices = {f"/dev/nvidia{gpu['minor']}" for gpu in raw.nvml()["gpus"]}

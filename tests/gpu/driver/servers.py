@@ -123,7 +123,6 @@ def torch_environment(bundle: Bundle, mark: str) -> dict[str, str]:
         **base_environment(mark),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPYCACHEPREFIX": str(bundle.root / "pyc"),
         "SPT_NOENV": "1",
     }
 
