@@ -260,6 +260,17 @@ class SimulatedHost:
         started = self.start(name, [*command, *arguments], variables, own_session=own_session)
         return Server(self, started, port)
 
+    def start_vllm(self, gpus: Sequence[int] = (0,), **settings: object) -> Server:
+        """Start a vLLM stand-in on these GPUs and wait until it answers; its workers outlive a killed main."""
+        port = free_port()
+        variables = {f"SGLANG_STANDIN_{key.upper()}": _setting(value) for key, value in settings.items()}
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        command = [sys.executable, str(STANDIN / "bin" / "vllm"), "serve", "/models/Kimi-K2.5"]
+        command += ["--tensor-parallel-size", str(len(gpus)), "--port", str(port)]
+        server = Server(self, self.start("vllm", command, variables), port)
+        wait_for(lambda: server.request("/health", timeout=1)[0] == 200, "the vLLM server", 30)
+        return server
+
     def start_data_job(self, *, orphan_child: bool = False) -> Started:
         """A CPU-only Python job; with `orphan_child` only its orphaned spawn child goes on, and is what is returned."""
         name = "data-job-orphan" if orphan_child else "data-job"

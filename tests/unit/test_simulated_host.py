@@ -153,3 +153,17 @@ def test_nvidia_smi_of_the_host_lists_its_gpus(bare: SimulatedHost) -> None:
     environment["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     done = subprocess.run(["nvidia-smi", "-L"], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.count("NVIDIA RTX PRO 6000 Blackwell Server Edition") == 8
+
+
+def test_vllms_engine_and_workers_have_their_titles_end_by_sigterm_and_outlive_a_killed_main(
+    bare: SimulatedHost,
+) -> None:
+    servers = [bare.start_vllm(gpus, memory_mib=1000) for gpus in ([1, 2], [3, 4])]
+    titles = ["VLLM::EngineCore", "VLLM::Worker_TP0", "VLLM::Worker_TP1"]
+    for server in servers:
+        assert sorted(line for line in server.processes().values() if line.startswith("VLLM::")) == titles
+    servers[0].main.send(signal.SIGTERM)
+    servers[1].main.send(signal.SIGKILL)
+    wait_gone([server.main_pid for server in servers], 10)
+    assert bare.gpus.owners(1) == {}
+    assert set(bare.gpus.owners(3)) == set(servers[1].titled("VLLM::Worker_TP0"))
