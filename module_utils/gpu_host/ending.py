@@ -242,7 +242,7 @@ class Ending:
                 elif any(finding.main and finding.process.ppid == pid for finding in chosen.values()):
                     outcome.respawners.append(f"{parent.name} ({pid}) started a server again: end it, then reset")
                     del waiting[pid]
-                elif _at_a_prompt(now) and not _new_children(now, processes, known):
+                elif at_a_prompt(now) and not _new_children(now, processes, known):
                     del waiting[pid]
             if deadline.expired():
                 break
@@ -267,7 +267,7 @@ def surviving_parents(processes: Mapping[int, Process], chosen: Mapping[int, Fin
     return list(found.values())
 
 
-def _at_a_prompt(process: Process) -> bool:
+def at_a_prompt(process: Process) -> bool:
     """Whether a shell reads its commands from a person: no script and no -c on its command line."""
     if not process.argv or PurePosixPath(process.argv[0].lstrip("-")).name not in SHELLS:
         return False

@@ -49,6 +49,7 @@ class Nursery:
         (package / "__init__.py").touch()
         (package / "launch_server.py").write_text(LAUNCHER)
         self._pids: list[int] = []
+        self._shells: list[subprocess.Popen[bytes]] = []
 
     def server(self, main: str = "orderly", under: str = "", **environment: str) -> int:
         """Start `python -m sglang.launch_server` detached; ``under`` wraps it in a shell command with {} for it."""
@@ -61,6 +62,21 @@ class Nursery:
             self.start(["bash", "-c", "setsid " + " ".join(command) + " & exit 0"], env, keep=False)
         wait_for(ready.exists)
         return self.pid_of("sglang.launch_server")
+
+    def typed(self, line: str, main: str = "orderly") -> int:
+        """Start a server by a line typed into a shell, {} standing for its command; the shell lives on."""
+        ready = self.folder / f"ready-{time.monotonic_ns()}"
+        env = os.environ | {"PYTHONPATH": str(self.folder), "MAIN": main, "READY": str(ready)}
+        shell = subprocess.Popen(
+            ["bash"], cwd=self.folder, env=env, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._pids.append(shell.pid)
+        assert shell.stdin is not None
+        shell.stdin.write(line.format(f"{sys.executable} -m sglang.launch_server --port 1").encode() + b"\n")
+        shell.stdin.flush()
+        self._shells.append(shell)
+        wait_for(ready.exists)
+        return shell.pid
 
     def start(self, argv: list[str], env: dict[str, str] | None = None, keep: bool = True) -> int:
         child = subprocess.Popen(

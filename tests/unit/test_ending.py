@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_host import ending
+from gpu_host.deadline import Deadline
 from gpu_host.ending import Ending, Outcome, planned
-from gpu_host.managers import Managers
+from gpu_host.managers import Manager, Managers, Stop
 from gpu_host.nvml import Reader
-from gpu_host.processes import Finding, Patterns
+from gpu_host.processes import Finding, Patterns, classify
 from gpu_host.procfs import Proc, Process
 from gpu_host.scope import Scope
+from gpu_host.signals import Target
 from gpu_host.survey import Survey
 
+from tests.unit.fake_proc import FakeProc
 from tests.unit.real_processes import Nursery, wait_for
 
 
@@ -46,14 +50,21 @@ class Diary:
         self.reported += [row["pid"] for row in processes]
 
 
-def end(nursery: Nursery, grace: float = 5.0, diary: Diary | None = None) -> Outcome:
+def end(
+    nursery: Nursery,
+    grace: float = 5.0,
+    diary: Diary | None = None,
+    managers: Managers | None = None,
+    kill_timeout: float = 5.0,
+) -> Outcome:
     survey = survey_of(nursery)
 
     def look() -> tuple[Mapping[int, Process], Mapping[int, Finding]]:
         now = survey.look()
         return now.processes, now.chosen
 
-    return Ending(survey.proc, look, Managers(survey.proc), diary or Diary(nursery), grace, 5.0).run()
+    managers = managers or Managers(survey.proc)
+    return Ending(survey.proc, look, managers, diary or Diary(nursery), grace, kill_timeout).run()
 
 
 def test_an_orderly_server_ends_by_term_to_its_main_alone(nursery: Nursery) -> None:
@@ -142,3 +153,113 @@ def test_what_is_planned_is_what_happens(nursery: Nursery) -> None:
     plan = planned(survey_of(nursery).look().chosen)
     outcome = end(nursery)
     assert {(row["pid"], row["signal"]) for row in plan} == {(row["pid"], row["signal"]) for row in outcome.killed}
+
+
+def test_a_server_typed_into_a_shell_leaves_the_shell_and_its_jobs_alone_and_undoubted(nursery: Nursery) -> None:
+    shell = nursery.typed("sleep 300 & {} &")
+    outcome = end(nursery)
+    assert outcome.respawners == []
+    assert sorted(nursery.living().values()) == ["bash", "sleep 300"]
+    assert shell in nursery.living()
+
+
+def test_a_loop_typed_into_a_shell_is_named(nursery: Nursery) -> None:
+    nursery.typed("while true; do {}; sleep 1; done")
+    assert "started a server again" in end(nursery).respawners[0]
+
+
+class OneUnit(Managers):
+    """Says that a unit keeps the server; stops it as systemd would with KillMode=mixed."""
+
+    def __init__(self, stoppable: bool) -> None:
+        super().__init__(Proc())
+        self.stoppable = stoppable
+        self.stopped = False
+
+    def plan(
+        self, chosen: Mapping[int, Finding], processes: Mapping[int, Process], deadline: Deadline
+    ) -> tuple[list[Stop], list[Manager]]:
+        self.main = next(pid for pid, finding in chosen.items() if finding.main)
+        manager = Manager("unit", "sglang.service", self.main, "always", "systemctl")
+        return ([Stop(manager, frozenset(chosen))], []) if self.stoppable else ([], [manager])
+
+    def stop(self, manager: Manager, grace: float, deadline: Deadline) -> None:
+        self.stopped = True
+        os.kill(self.main, signal.SIGTERM)
+
+    def settle(self, manager: Manager, deadline: Deadline) -> str:
+        return "unit sglang.service is activating"
+
+
+def test_what_a_unit_keeps_is_stopped_by_the_unit_and_by_no_signal_of_ours(nursery: Nursery) -> None:
+    nursery.server()
+    unit, diary = OneUnit(stoppable=True), Diary(nursery)
+    outcome = end(nursery, managers=unit, diary=diary)
+    assert unit.stopped
+    assert {row["signal"] for row in outcome.killed} == {"TERM"}
+    assert len(diary.announced) == 3
+    assert outcome.notes == ["unit sglang.service is activating"]
+    assert outcome.respawners == []
+
+
+def test_a_unit_that_restarts_its_server_and_may_not_be_stopped_is_named_with_what_to_type(nursery: Nursery) -> None:
+    nursery.server()
+    outcome = end(nursery, managers=OneUnit(stoppable=False))
+    assert "systemctl stop sglang.service" in outcome.respawners[0]
+
+
+def test_a_process_that_outlives_kill_is_returned_as_alive_by_the_deadline(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = nursery.server("deaf")
+    monkeypatch.setattr(ending, "send", lambda proc, target, signum: True)
+    outcome = end(nursery, grace=0.1, kill_timeout=0.5)
+    assert main in {finding.process.pid for finding in outcome.alive}
+    assert not outcome.killed
+
+
+def test_a_process_that_may_not_be_signalled_is_told_and_not_waited_for(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(proc: Proc, target: Target, signum: signal.Signals) -> bool:
+        raise PermissionError
+
+    main = nursery.server()
+    monkeypatch.setattr(ending, "send", refuse)
+    outcome = end(nursery, grace=0.1, kill_timeout=60)
+    assert f"({main}) belongs to another user" in outcome.notes[0]
+    assert len(outcome.alive) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "prompt"),
+    [
+        ("-bash", True),
+        ("bash -i", True),
+        ("/bin/zsh -l", True),
+        ("bash --norc --init-file /x/init.sh -i", True),
+        ("bash loop.sh", False),
+        ("bash -c true", False),
+        ("sh -ec true", False),
+        ("python3", False),
+        ("", False),
+    ],
+)
+def test_a_shell_at_a_prompt_has_neither_a_script_nor_a_command(argv: str, prompt: bool, tmp_path: Path) -> None:
+    FakeProc(tmp_path).add(100, argv=argv.split())
+    process = Proc(str(tmp_path)).process(100)
+    assert process is not None
+    assert ending.at_a_prompt(process) is prompt
+
+
+@pytest.mark.parametrize("parent", ["/usr/bin/tmux", "/usr/bin/screen", "/usr/sbin/sshd"])
+def test_a_parent_that_starts_nothing_by_itself_is_not_watched(parent: str, tmp_path: Path) -> None:
+    fake = FakeProc(tmp_path)
+    fake.add(100, argv=[parent])
+    fake.add(101, ppid=100, argv=["/usr/bin/python3", "-m", "sglang.launch_server"])
+    fake.add(102, argv=["/usr/bin/supervisord"])
+    fake.add(103, ppid=102, argv=["/usr/bin/python3", "-m", "sglang.launch_server"])
+    proc = Proc(str(tmp_path))
+    processes = proc.snapshot()
+    findings = classify(processes, proc, Patterns(), own_pid=9999)
+    assert [process.pid for process in ending.surviving_parents(processes, findings)] == [102]

@@ -72,7 +72,8 @@ def test_a_pid_that_was_taken_by_another_process_between_look_and_signal_is_let_
     if change == "gone":
         (tmp_path / str(victim.pid) / "stat").unlink()
     else:
-        fake.add(victim.pid, argv=["/usr/bin/vim"] if change == "argv" else ARGV, start=501 if change == "start" else 500)
+        argv = ["/usr/bin/vim"] if change == "argv" else ARGV
+        fake.add(victim.pid, argv=argv, start=501 if change == "start" else 500)
     before = len(os.listdir("/proc/self/fd"))
     assert signals.take(proc, finding) is None
     assert len(os.listdir("/proc/self/fd")) == before
