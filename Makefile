@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants docs clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -32,13 +32,13 @@ $(STAMP): $(REQUIREMENTS)
 	@rm -f .venv/.installed-* && touch $@
 
 simulator: setup  ## Build the NVML double
-	@$(MAKE) --silent -C simulator/nvml
+	@$(BIN)/python -m simulator.build $(SIMULATED_HOST)/lib >/dev/null
 
 simulator-start: simulator  ## Start a simulated host of 8 GPUs with a hung server
 	@$(BIN)/python -m simulator start --folder $(SIMULATED_HOST) --scenario hung
 
 simulator-stop:  ## Stop the simulated host
-	@[ ! -d $(SIMULATED_HOST) ] || $(BIN)/python -m simulator stop --folder $(SIMULATED_HOST)
+	@[ ! -d $(SIMULATED_HOST) ] || [ ! -x $(BIN)/python ] || $(BIN)/python -m simulator stop --folder $(SIMULATED_HOST)
 
 demo: simulator-start  ## Start the simulated host with a hung server and reset it
 	@$(BIN)/ansible-playbook -i inventory/simulated playbooks/reset.yml
@@ -73,6 +73,8 @@ test-gpu: setup  ## Tests that need a real NVIDIA GPU
 mutants: simulator  ## Put known faults in on purpose; each must make a test fail
 	$(BIN)/python -m tests.mutants
 
+docs: setup  ## Write the roles' variables into their README files
+	PYTHONPATH=plugin_utils $(BIN)/python -m gpu_control.role_readme roles/*/
+
 clean: simulator-stop  ## Remove what was built (not artifacts/: those are your records)
-	@[ ! -f simulator/nvml/Makefile ] || $(MAKE) --silent -C simulator/nvml clean
 	rm -rf .venv .simulated-host .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible

@@ -97,6 +97,7 @@ class ActionModule(ActionBase):
         )
         if not wrap_async:
             self._remove_tmp_path(self._connection._shell.tmpdir)
+            returned.pop("finished", None)  # only async needs it
         return returned
 
     def _variable(self, task_vars: dict[str, Any], name: str) -> Any:

@@ -339,7 +339,9 @@ def main() -> None:
     problems = arguments.problems(module.params)
     if problems:
         module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**reset.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    result = reset.run(module.params, check_mode=module.check_mode, diff=module._diff)
+    # async_status takes a result that has started and no finished for that of a job which still runs.
+    module.exit_json(finished=True, **result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Puts the code under test on the path, as Ansible would find it."""
+
 from __future__ import annotations
 
 import os

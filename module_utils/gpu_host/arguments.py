@@ -17,9 +17,9 @@ PHASES = ("evidence", "kill", "clean", "verify")
 
 _GPU = re.compile(
     r"^(?:\d{1,3}|GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-    r"|(?:[0-9a-fA-F]{4}(?:[0-9a-fA-F]{4})?:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])$"
+    r"|(?:[0-9a-fA-F]{4}(?:[0-9a-fA-F]{4})?:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\Z"
 )
-_RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+_RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
 def _strings(default: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -67,17 +67,22 @@ def gpu_table(records: Sequence[dict[str, Any]]) -> list[str]:
     return columns(rows, right=(1, 2, 3)) if len(rows) > 1 else []
 
 
-def _process(one: dict[str, Any]) -> tuple[str, str, str]:
-    seconds = f", {one['seconds']:.1f} s" if one.get("seconds") is not None else ""
-    signal = f" ({one['signal']}{seconds})" if one.get("signal") else ""
-    return str(one.get("pid", "?")), str(one.get("name", "")), f"{one.get('class', '')}: {one.get('why', '')}{signal}"
-
-
 def processes(title: str, found: Sequence[dict[str, Any]]) -> list[str]:
-    """A list of processes with why, one line each."""
+    """Processes with why, one line for all that have the same name and reason: the first one's pid and how many."""
     if not found:
         return []
-    return [f"  {title}:"] + [f"    {text}" for text in columns([_process(one) for one in found], right=(0,))]
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in found:
+        reason = f"{one.get('class', '')}: {one.get('why', '')}"
+        ended = f" ({one['signal']})" if one.get("signal") else ""
+        alike.setdefault((str(one.get("name", "")), reason + ended), []).append(one)
+    rows = []
+    for (name, reason), group in alike.items():
+        seconds = [one["seconds"] for one in group if one.get("seconds") is not None]
+        slowest = f" {max(seconds):.1f} s" if seconds else ""
+        many = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
+        rows.append((str(group[0].get("pid", "?")), name + many, reason + slowest))
+    return [f"  {title}:"] + [f"    {text}" for text in columns(rows, right=(0,))]
 
 
 def paths(title: str, found: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ tested alone: the plays, the role, the plugins, the transport.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -20,11 +21,11 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 STUB = """
-import json, os, sys
+import base64, json, os, sys
 
 def run(params, check_mode=False, diff=False):
     print("noise of a library on stdout")
-    wanted = json.loads(os.environ.get("STUB_RESULT", "{}"))
+    wanted = json.loads(base64.b64decode(os.environ["STUB_RESULT"]))
     if wanted.get("raise"):
         raise RuntimeError(wanted["raise"])
     if wanted.get("exit"):
@@ -84,7 +85,7 @@ class Project:
             "ansible_connection": "local",
             "ansible_become": False,
             "ansible_python_interpreter": sys.executable,
-            "gpu_host_environment": {"STUB_RESULT": json.dumps(result or {})},
+            "gpu_host_environment": {"STUB_RESULT": base64.b64encode(json.dumps(result or {}).encode()).decode()},
             **variables,
         }
 

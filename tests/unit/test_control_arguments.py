@@ -1,0 +1,156 @@
+"""The arguments: refused in one sentence each, and documented as they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from gpu_control import lean, role_readme
+from gpu_host import arguments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ROLES = sorted(path.parent.parent for path in ROOT.glob("roles/*/meta/argument_specs.yml"))
+UUID = "GPU-12345678-1234-1234-1234-123456789abc"
+MODULES = {"gpu_reset": arguments.GPU_RESET, "gpu_memory": arguments.GPU_MEMORY, "server_info": arguments.SERVER_INFO}
+
+
+def problems(spec: dict = arguments.GPU_RESET, **given) -> list[str]:
+    validated = ArgumentSpecValidator(spec).validate(given)
+    return validated.error_messages or arguments.problems(validated.validated_parameters)
+
+
+def test_the_defaults_of_every_module_are_accepted():
+    assert [problem for spec in MODULES.values() for problem in problems(spec)] == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpus": [0, "7", UUID, "0000:c1:00.0", "00000000:C1:00.0", "c1:00.0"]},
+        {"grace": 0, "verify_timeout": 0.5, "free_mib": 0},
+        {
+            "server_modules": ["mycompany.serving.main"],
+            "server_commands": ["my-server serve"],
+            "server_titles": ["MyServer::*"],
+        },
+        {"ports": [30000], "bytecode_paths": ["/opt/sglang/python"], "scope_cgroup": "/lxc/101"},
+        {"protected": ["my-exporter"], "run_id": "20260101T000000.000Z-abc"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_makes_sense_is_accepted(given):
+    assert problems(**given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"phases": ["destroy"]}, "phases must be one or more of"),
+        ({"phases": []}, "nothing is chosen"),
+        ({"grace": -1}, "grace: -1.0 is no time to wait"),
+        ({"verify_timeout": float("nan")}, "is no time to wait"),
+        ({"kill_timeout": float("inf")}, "is no time to wait"),
+        ({"free_mib": -5}, "free_mib: -5 is no amount of memory"),
+        ({"gpus": ["0-3"]}, "'0-3' names no GPU"),
+        ({"gpus": ["-1"]}, "'-1' names no GPU"),
+        ({"gpus": ["GPU-123"]}, "'GPU-123' names no GPU"),
+        ({"gpus": [f"{UUID}\n"]}, "names no GPU"),
+        ({"ports": [0]}, "0 is no port"),
+        ({"server_modules": ["python3"]}, "would match unrelated processes"),
+        ({"server_modules": [".*"]}, "would match unrelated processes"),
+        ({"server_modules": ["sglang"]}, "would match unrelated processes"),
+        ({"server_modules": [""]}, "would match unrelated processes"),
+        ({"server_commands": ["python3 -m"]}, "would match unrelated processes"),
+        ({"server_commands": ["bash"]}, "would match unrelated processes"),
+        ({"server_titles": ["*"]}, "would match unrelated processes"),
+        ({"server_titles": ["::*"]}, "would match unrelated processes"),
+        ({"server_modules": [], "server_commands": []}, "no server would be found"),
+        ({"scope_cgroup": "/"}, "scope_cgroup: '/' is not an absolute path below /"),
+        ({"scope_cgroup": "lxc/101"}, "is not an absolute path below /"),
+        ({"scope_folder": "/srv/../etc"}, "is not an absolute path below /"),
+        ({"bytecode_paths": ["/"]}, "too wide to delete anything in"),
+        ({"bytecode_paths": ["/usr"]}, "too wide to delete anything in"),
+        ({"bytecode_paths": ["~/sglang"]}, "no absolute path"),
+        ({"lock_folders": ["/home/../x/y"]}, "no absolute path"),
+        ({"protected": ["/usr/bin/thing"]}, "no executable's file name"),
+        ({"run_id": "../../etc/passwd"}, "would be no file name"),
+        ({"gpu": ["1"]}, "Supported parameters include"),
+        ({"repair": ["hammer"]}, "repair must be one or more of"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_would_do_harm_or_nothing_is_refused_in_one_sentence(given, sentence):
+    found = problems(**given)
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_modules_documentation_says_what_its_arguments_are(name):
+    tree = ast.parse((ROOT / f"library/{name}.py").read_text())
+    texts = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    documented = yaml.safe_load(texts["DOCUMENTATION"])["options"]
+    assert {n: without_description(option) for n, option in documented.items()} == {
+        n: without_description(option) for n, option in MODULES[name].items()
+    }
+    assert yaml.safe_load(texts["EXAMPLES"]) and yaml.safe_load(texts["RETURN"])
+
+
+def without_description(option: dict) -> dict:
+    return {
+        key: value for key, value in option.items() if key in ("type", "elements", "choices", "default", "required")
+    }
+
+
+def options(role: Path) -> dict:
+    return yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]["main"]["options"]
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+def test_a_roles_defaults_are_those_of_its_argument_specs(role):
+    specified = {name: option["default"] for name, option in options(role).items() if "default" in option}
+    assert yaml.safe_load((role / "defaults/main.yml").read_text()) == specified
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+def test_a_roles_readme_lists_its_variables_as_they_are(role):
+    assert (role / "README.md").read_text() == role_readme.written(role), "run: make docs"
+
+
+def test_the_role_hands_every_argument_of_the_module_on_and_documents_it_alike():
+    role = ROOT / "roles/gpu_reset"
+    task = yaml.safe_load((role / "tasks/main.yml").read_text())[0]
+    by_control_node = {"run_id", "last_recorded_run"}
+    expected = {name: f"{{{{ gpu_reset_{name} }}}}" for name in arguments.GPU_RESET if name not in by_control_node}
+    assert task["gpu_reset"] == expected
+    specified = options(role)
+    for name in expected:
+        assert without_description(specified[f"gpu_reset_{name}"]) == without_description(arguments.GPU_RESET[name])
+
+
+def test_what_travels_to_a_host_needs_nothing_but_pythons_standard_library():
+    allowed = set(sys.stdlib_module_names) | {"pynvml"}
+    for file in (ROOT / "module_utils/gpu_host").glob("*.py"):
+        imported = re.findall(r"^\s*(?:import|from) ([A-Za-z_]\w*)", file.read_text(), re.MULTILINE)
+        assert set(imported) <= allowed, file
+
+
+def test_the_sources_are_built_once_a_run(tmp_path):
+    package = tmp_path / "gpu_host"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    built = lean.cached_sources(package, tmp_path)
+    (package / "later.py").write_text("")
+    assert lean.cached_sources(package, tmp_path) == built
+    assert lean.cached_sources(package, tmp_path / "missing") != built
