@@ -23,6 +23,7 @@ from .signals import Target, gone, send, take, wait_any
 LOOK_SECONDS = 0.25  # longest time between two looks at all processes
 LINGER_SECONDS = 3.0  # a worker whose main just ended in order leaves by itself within this time
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
+PROMPT_SECONDS = 0.5  # a loop typed at a prompt has gone on by then, if only to its sleep
 # Parents that live on and start nothing by themselves.
 QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 
@@ -233,6 +234,7 @@ class Ending:
         waiting = {parent.pid: parent for parent in parents}
         known = set(before)
         deadline = Deadline(RESPAWN_SECONDS if outcome.killed else 0.0, self._clock)
+        idle = Deadline(PROMPT_SECONDS, self._clock)
         while waiting:
             processes, chosen = self._look()
             for pid, parent in list(waiting.items()):
@@ -242,7 +244,7 @@ class Ending:
                 elif any(finding.main and finding.process.ppid == pid for finding in chosen.values()):
                     outcome.respawners.append(f"{parent.name} ({pid}) started a server again: end it, then reset")
                     del waiting[pid]
-                elif at_a_prompt(now) and not _new_children(now, processes, known):
+                elif idle.expired() and at_a_prompt(now) and not _new_children(now, processes, known):
                     del waiting[pid]
             if deadline.expired():
                 break

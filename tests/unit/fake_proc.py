@@ -12,7 +12,9 @@ class FakeProc:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        (root / "namespace").touch()
         self.add(1, ppid=0, argv=["/sbin/init"], exe="/usr/lib/systemd/systemd", start=1)
+        self._link(root / "self", "1")
 
     def add(
         self,
@@ -35,6 +37,7 @@ class FakeProc:
         cwd: str = "/",
         namespaced: int | None = None,
         kernel_thread: bool = False,
+        own_namespace: bool = False,
     ) -> None:
         folder = self.root / str(pid)
         (folder / "fd").mkdir(parents=True, exist_ok=True)
@@ -54,6 +57,11 @@ class FakeProc:
             "".join(f"7f00-7f01 r--p 00000000 00:01 {100 + i} {path}\n" for i, path in enumerate(maps or []))
         )
         (folder / "cgroup").write_text(f"0::{cgroup}\n")
+        (folder / "ns").mkdir(exist_ok=True)
+        (folder / "ns" / "pid").touch()
+        if not own_namespace:
+            (folder / "ns" / "pid").unlink()
+            (folder / "ns" / "pid").hardlink_to(self.root / "namespace")
         self._link(folder / "cwd", cwd)
         if executable:
             self._link(folder / "exe", executable)

@@ -144,6 +144,34 @@ def test_a_container_is_told_by_the_name_that_its_runtime_gives_the_control_grou
     assert container_of([cgroup])[0] == program
 
 
+def test_a_container_whose_first_process_is_the_server_is_stopped_as_a_whole_by_its_runtime(host: Host) -> None:
+    cgroup = f"/machine.slice/libpod-{CONTAINER}.scope"
+    host.fake.add(100, argv=SERVER, cgroup=cgroup, own_namespace=True, namespaced=1)
+    host.fake.add(101, ppid=100, argv=["sglang::scheduler"], exe="/usr/bin/python3", cgroup=cgroup, own_namespace=True)
+    host.containers[CONTAINER] = (100, "always")
+    assert host.plan() == ({CONTAINER[:12]: frozenset({100, 101})}, [])
+
+
+def test_a_container_that_runs_an_init_keeps_it(host: Host) -> None:
+    cgroup = f"/docker/{CONTAINER}"
+    host.fake.add(90, argv=["/sbin/init"], cgroup=cgroup, own_namespace=True, namespaced=1)
+    host.fake.add(91, ppid=90, argv=["/usr/sbin/cron"], cgroup=cgroup, own_namespace=True)
+    host.fake.add(100, ppid=90, argv=SERVER, cgroup=cgroup, own_namespace=True)
+    host.containers[CONTAINER] = (90, "always")
+    assert host.plan() == ({}, [])
+
+
+def test_a_container_that_its_runtime_does_not_know_is_not_stopped_as_a_whole(host: Host) -> None:
+    host.fake.add(100, argv=SERVER, cgroup=f"/docker/{CONTAINER}", own_namespace=True, namespaced=1)
+    assert host.plan() == ({}, [])
+
+
+def test_inside_a_container_its_runtime_is_not_asked(host: Host) -> None:
+    host.fake.add(100, argv=SERVER, cgroup=f"/docker/{CONTAINER}")
+    host.plan()
+    assert not [asked for asked in host.asked if asked.startswith("docker")]
+
+
 def test_a_manager_that_does_not_answer_is_noted_and_nothing_is_stopped_as_a_whole(host: Host) -> None:
     serve(host)
     host.silent = True

@@ -133,3 +133,28 @@ def test_an_unknown_gpu_is_refused_by_name(tmp_path: Path) -> None:
     FakeProc(tmp_path)
     with pytest.raises(UnknownGpu, match="GPU 9 is not on this host"):
         survey(tmp_path, FixedReader(), ["9"])
+
+
+def test_a_listed_pid_that_is_not_there_is_dead_on_the_machine_itself_and_unseen_in_a_guest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeProc(tmp_path)
+    fake.add(100, argv=["/usr/bin/python3", "train.py"])
+    fake.add(101, argv=["x"], state="Z")
+    made = survey(tmp_path, FixedReader({0: {100: 1, 101: 1, 555: 1}}), [])
+    look = made.look()
+    for guest, missing in ((False, "dead"), (True, "unseen")):
+        monkeypatch.setattr(Proc, "in_guest", lambda self, guest=guest: guest)
+        sight = made.sight(look)
+        assert sight.states == {100: "live", 101: "dead", 555: missing}
+        assert sight.guest is guest
+
+
+def test_a_scope_keeps_strangers_outside_of_it_alive(tmp_path: Path) -> None:
+    fake = FakeProc(tmp_path)
+    fake.add(100, argv=["/usr/bin/python3", "train.py"], cwd="/srv/b")
+    made = Survey(Proc(str(tmp_path)), Patterns(), Scope(folder="/srv/a"), FixedReader({0: {100: 9}}), [], True)  # type: ignore[arg-type]
+    made.read(Deadline(1))
+    look = made.look()
+    assert not look.chosen
+    assert "outside the given scope" in look.findings[100].why
