@@ -25,8 +25,13 @@ from tests.lab.server import STANDIN, Server
 # Short enough for a test, long enough that nothing else decides; SPEED 5 makes the stand-in drain in about a second.
 WAITS = {"grace": 3.0, "kill_timeout": 3.0, "verify_timeout": 3.0, "lock_timeout": 3.0}
 FAST = {"SPEED": 5}
-EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "/models/kimi-k2.5-eagle3")
-EAGLE3 += ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+EAGLE3 = (
+    "--speculative-algorithm=EAGLE3",
+    "--speculative-draft-model-path=/models/kimi-k2.5-eagle3",
+    "--speculative-num-steps=3",
+    "--speculative-eagle-topk=1",
+    "--speculative-num-draft-tokens=4",
+)
 TOOLS = "/opt/tools"
 JOBS = f"{SIMULATOR}/bystanders"
 
@@ -50,7 +55,8 @@ def params(**given: Any) -> dict[str, Any]:
     return {name: spec["default"] for name, spec in arguments.GPU_RESET.items()} | WAITS | given
 
 
-def _program(given: dict[str, Any], check: bool) -> str:
+def program(given: dict[str, Any], check: bool = False) -> str:
+    """The text that the interpreter of the host reads."""
     return lean.program(sources(), "reset", params(**given), check_mode=check, diff=False).decode()
 
 
@@ -71,7 +77,7 @@ def reset(
 
     ``environment`` are assignments for the shell; a user who is not root goes through sudo.
     """
-    done = run(_command(host, user, environment), check=False, timeout=timeout, stdin=_program(given, check))
+    done = run(_command(host, user, environment), check=False, timeout=timeout, stdin=program(given, check))
     return _record(done.stdout, done.stderr)
 
 
@@ -85,7 +91,7 @@ def start_reset(host: Host, **given: Any) -> subprocess.Popen[str]:
         text=True,
     )
     assert started.stdin is not None
-    started.stdin.write(_program(given, False))
+    started.stdin.write(program(given))
     started.stdin.close()
     started.stdin = None
     return started
@@ -108,7 +114,7 @@ def _record(out: str, errors: str) -> dict[str, Any]:
 
 def scene(host: Host, text: str, given: dict[str, Any] | None = None) -> subprocess.Popen[str]:
     """Start ``run(params, check_mode, diff)`` of the given module text on the host, with ``gpu_host`` beside it."""
-    program = lean.program(sources(text), "scene", given or {}, check_mode=False, diff=False)
+    carried = lean.program(sources(text), "scene", given or {}, check_mode=False, diff=False)
     started = subprocess.Popen(
         host.enter(["/usr/bin/python3", "-"]),
         stdin=subprocess.PIPE,
@@ -117,7 +123,7 @@ def scene(host: Host, text: str, given: dict[str, Any] | None = None) -> subproc
         text=True,
     )
     assert started.stdin is not None
-    started.stdin.write(program.decode())
+    started.stdin.write(carried.decode())
     started.stdin.close()
     started.stdin = None
     return started
@@ -177,13 +183,13 @@ def listeners(host: Host) -> set[str]:
 
 
 def server_command(
-    *arguments: str, tp: int = 8, port: int = 30000, settings: Mapping[str, object] | None = None, program: str = ""
+    *arguments: str, tp: int = 8, port: int = 30000, settings: Mapping[str, object] | None = None
 ) -> str:
     """The shell command that starts the stand-in, for a test that types it itself."""
     variables = {"PYTHONPATH": STANDIN, "PYTHONDONTWRITEBYTECODE": "1"}
     variables |= {f"SGLANG_STANDIN_{key}": str(value) for key, value in (FAST | dict(settings or {})).items()}
     words = ["env", *(f"{key}={value}" for key, value in variables.items())]
-    words += shlex.split(program or "python3 -m sglang.launch_server")
+    words += ["python3", "-m", "sglang.launch_server"]
     words += ["--model-path", "/models/kimi-k2.5", "--tp-size", str(tp), "--port", str(port), *arguments]
     return shlex.join(words)
 

@@ -58,7 +58,8 @@ def test_a_serving_tp8_tree_with_eagle3_ends_by_term_alone(gpu_host: Host) -> No
 def test_a_request_that_runs_is_answered_before_the_server_ends(gpu_host: Host) -> None:
     server = gpu_host.start_server(tp=2, settings=FAST)
     body = '{"text": "Once", "sampling_params": {"max_new_tokens": 700}}'
-    script = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:{server.port}/generate', b'{body}').status)"
+    url = f"http://127.0.0.1:{server.port}/generate"
+    script = f"import urllib.request; print(urllib.request.urlopen('{url}', b'{body}').status)"
     with subprocess.Popen(gpu_host.enter(["python3", "-c", script]), stdout=subprocess.PIPE, text=True) as client:
         until(lambda: "Decode batch" in server.log_text(), "the request to run")
         record = reset(gpu_host, grace=30.0)
