@@ -80,20 +80,16 @@ class ActionModule(ActionBase):
             diff=bool(self._task.diff),
         )
         display.vvv(f"lean path: gpu_host.{entry} in {len(program)} bytes on the standard input of {interpreter}")
-        self._used_interpreter = f"#!{interpreter}"
         command = self._connection._shell.build_module_command(
-            self._compute_environment_string(), self._used_interpreter, ""
+            self._compute_environment_string(), f"#!{interpreter}", ""
         )
         answer = self._low_level_execute_command(command.strip(), sudoable=True, in_data=program)
-        returned: dict[str, Any] = self._parse_returned_data(answer, "legacy")
-        if not returned.pop("_ansible_parsed", True):
-            returned["failed"] = True
-        return returned
+        return lean.result(answer["rc"], answer["stdout"], answer["stderr"], interpreter)
 
     def _run_ordinary_module(self, name: str, params: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         wrap_async = self._task.async_val and not self._connection.has_native_async
         returned: dict[str, Any] = self._execute_module(
-            module_name=name, module_args=params, task_vars=task_vars, wrap_async=wrap_async
+            module_name=name, module_args=dict(params), task_vars=task_vars, wrap_async=wrap_async
         )
         if not wrap_async:
             self._remove_tmp_path(self._connection._shell.tmpdir)

@@ -157,13 +157,18 @@ def _resets(play: Any) -> bool:
     return any_in(play.compile())
 
 
+def _fields(result: Any) -> Any:
+    """The keywords of a task as it ran. In ansible-core 2.19 the task itself still has its templates."""
+    return result._task_fields
+
+
 def _host(result: Any) -> str:
     """The inventory name of the host that a task ran on: another one under delegate_to."""
-    return str(result.task_fields.get("delegate_to") or result.host.name)
+    return str(_fields(result).get("delegate_to") or result.host.name)
 
 
 def _writes(result: Any) -> bool:
-    return not result.task_fields.get("check_mode") and not result.result.get("predicted")
+    return not _fields(result).get("check_mode") and not result.result.get("predicted")
 
 
 def _told(result: Any, verdict: str, reason: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import tempfile
 import zlib
 from pathlib import Path
@@ -91,3 +92,30 @@ def program(built: bytes, module: str, params: dict[str, Any], *, check_mode: bo
     return (
         _PROGRAM % {"package": PACKAGE, "sources": built, "call": base64.b64encode(json.dumps(call).encode())}
     ).encode()
+
+
+def result(status: int, stdout: str, stderr: str, interpreter: str) -> dict[str, Any]:
+    """What the program printed, or an error in the form and words in which Ansible tells it of any module.
+
+    A login script may print before it, and ssh or sudo after it: the result is the last line that is a JSON object.
+    """
+    for line in reversed(stdout.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+    text = f"{stdout}\n{stderr}"
+    if re.search(rf"{re.escape(interpreter)}: (?:No such file or directory|not found|command not found)", text):
+        message = (
+            f"The module interpreter {interpreter!r} was not found. Consider overriding the configured interpreter "
+            "path for this host (ansible_python_interpreter)."
+        )
+    else:
+        last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "it printed no error")
+        message = (
+            f"The module returned no result, exit status {status}: {last.strip()}. See module_stdout and module_stderr."
+        )
+    return {"failed": True, "msg": message, "module_stdout": stdout, "module_stderr": stderr, "rc": status}

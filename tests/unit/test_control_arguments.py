@@ -154,3 +154,16 @@ def test_the_sources_are_built_once_a_run(tmp_path):
     (package / "later.py").write_text("")
     assert lean.cached_sources(package, tmp_path) == built
     assert lean.cached_sources(package, tmp_path / "missing") != built
+
+
+@pytest.mark.parametrize(
+    "stdout", ['{"a": 1}\n', 'Welcome to gpu01 {x}\n{"not": "it"}\n{"a": 1}\n', '{"a": 1}\nShared connection closed.\n']
+)
+def test_a_result_is_found_among_what_logins_print(stdout):
+    assert lean.result(0, stdout, "", "/usr/bin/python3") == {"a": 1}
+
+
+def test_no_result_is_an_error_that_ends_with_what_was_printed_last():
+    told = lean.result(139, "[1, 2]\n", "loading\nSegmentation fault\n\n", "/usr/bin/python3")
+    assert told["failed"] is True
+    assert told["msg"].startswith("The module returned no result, exit status 139: Segmentation fault.")
