@@ -22,6 +22,7 @@ from .signals import Target, gone, send, take, wait_any
 
 LOOK_SECONDS = 0.25  # longest time between two looks at all processes
 LINGER_SECONDS = 3.0  # a worker whose main just ended in order leaves by itself within this time
+WRAPPER_SECONDS = 1.0  # a container's first process that is no server passes its signal on within this time, or never
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
 PROMPT_SECONDS = 0.5  # a loop typed at a prompt has gone on by then, if only to its sleep
 # Parents that live on and start nothing by themselves.
@@ -113,6 +114,7 @@ class Ending:
         self._kill_timeout = kill_timeout
         self._clock = clock
         self._victims: dict[tuple[int, int], _Victim] = {}
+        self._wrapped: list[_Victim] = []
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -175,6 +177,10 @@ class Ending:
         managed = {pid for stop in stops for pid in stop.pids}
         alive = self._alive()
         stopping = [victim for victim in alive if victim.target.pid in managed]
+        ends_itself = {stop.manager.main_pid for stop in stops} | {
+            pid for stop in stops if stop.manager.kind == "unit" for pid in stop.pids
+        }
+        self._wrapped = [victim for victim in stopping if victim.finding.main and victim.target.pid not in ends_itself]
         for victim in stopping:
             victim.signal = "TERM"
         rows = [_row(victim.first, "TERM", None) for victim in stopping]
@@ -187,6 +193,14 @@ class Ending:
         free = [victim for victim in alive if victim.target.pid not in managed]
         self._signal([victim for victim in free if victim.finding.kind == "orphan"], signal.SIGKILL)
         self._signal([victim for victim in free if victim.finding.main or not victim.finding.ours], signal.SIGTERM)
+
+    def _pass_term_on(self) -> None:
+        """TERM to a server whose container's first process is a shell around it, which as pid 1 ignores its own."""
+        due = [one for one in self._wrapped if one.ended is None and one.seen <= self._clock() - WRAPPER_SECONDS]
+        self._wrapped = [one for one in self._wrapped if one not in due]
+        for victim in due:
+            victim.signal = "none"
+        self._signal(due, signal.SIGTERM)
 
     def _collect(self) -> None:
         for victim in self._alive():
@@ -208,6 +222,7 @@ class Ending:
     def _drain(self, deadline: Deadline) -> None:
         alive = self._step(deadline.capped(0.0))
         while any(victim.signal != "KILL" for victim in alive) and not deadline.expired():
+            self._pass_term_on()
             late = self._clock() - LINGER_SECONDS
             self._signal(
                 [victim for victim in alive if victim.finding.kind == "orphan" and victim.seen <= late], signal.SIGKILL

@@ -7,6 +7,7 @@ start it again is named.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import time
@@ -28,16 +29,18 @@ NEVER_STOPPED = re.compile(
 CONTAINER = re.compile(r"(?:^|[/-])(docker|libpod)[-/]([0-9a-f]{64})(?:\.scope)?(?:/|$)")
 RUNTIMES = {"docker": "docker", "libpod": "podman"}
 COMMAND_SECONDS = 5.0
+GUESTS_UNIT = "guest's unit"
 
 
 @dataclass(frozen=True)
 class Manager:
     """A systemd unit or a container, as its own manager describes it.
 
-    ``restarts`` is the restart policy where it has one that would bring an ended process back, else empty.
+    ``restarts`` is the restart policy where it has one that would bring an ended process back, else empty. A unit of
+    a guest belongs to a systemd that cannot be asked from here.
     """
 
-    kind: str  # 'unit' | 'container'
+    kind: str  # 'unit' | 'container' | "guest's unit"
     name: str
     main_pid: int
     restarts: str
@@ -50,7 +53,8 @@ class Manager:
     @property
     def stop_command(self) -> str:
         """What a person would type to stop it."""
-        return f"{self.program} stop {self.name}"
+        where = " inside the guest" if self.kind == GUESTS_UNIT else ""
+        return f"{self.program} stop {self.name}{where}"
 
 
 @dataclass(frozen=True)
@@ -83,20 +87,39 @@ def container_of(cgroups: Iterable[str]) -> tuple[str, str]:
 
 
 class Managers:
-    """Asks systemd and container runtimes, each question under a deadline. ``run`` is replaced in tests."""
+    """Asks systemd and container runtimes, each question under a deadline. ``run`` is replaced in tests.
+
+    ``notes`` has a sentence for each container whose other processes end with the server that is its first one.
+    """
 
     def __init__(self, proc: Proc, run: Runner = run_command) -> None:
         self._proc = proc
         self._run = run
         self.unanswered: list[str] = []
+        self.notes: list[str] = []
 
     def of(self, process: Process, deadline: Deadline) -> Manager | None:
         """The manager that keeps this process, or None. A manager that does not answer is noted."""
         program, container = container_of(self._proc.cgroups(process.pid))
-        if container and self._proc.pid_namespace(process.pid) != self._proc.pid_namespace():
+        own = self._proc.cgroups("self")
+        if container and (self._is_foreign(process) or (own and container != container_of(own)[1])):
             return self._container(program, container, deadline)
         unit = unit_of(self._proc.systemd_cgroup(process.pid))
-        return self._unit(unit, deadline) if unit else None
+        if not unit or self._is_foreign(process):
+            return None
+        return self._unit(unit, deadline)
+
+    def _is_foreign(self, process: Process) -> bool:
+        """Whether it lives in another PID namespace: its systemd is not the one that we could ask."""
+        return self._proc.pid_namespace(process.pid) != self._proc.pid_namespace()
+
+    def _guests_unit(self, process: Process, processes: Mapping[int, Process]) -> Manager | None:
+        """The unit of a guest's own systemd that started this process, or None."""
+        unit = unit_of(self._proc.systemd_cgroup(process.pid))
+        parent = processes.get(process.ppid)
+        if not unit or not self._is_foreign(process) or parent is None or parent.exe_name != "systemd":
+            return None
+        return Manager(GUESTS_UNIT, unit, process.pid, "which is not known here", "systemctl")
 
     def _ask(self, argv: list[str], deadline: Deadline) -> str | None:
         answer = self._run(argv, deadline.capped(COMMAND_SECONDS))
@@ -140,14 +163,26 @@ class Managers:
             if not finding.main:
                 continue
             manager = self.of(finding.process, deadline)
-            if manager is None or manager.name in stops or manager.name in left:
+            pids = self._stoppable(manager, chosen, processes) if manager is not None else set()
+            if manager is not None and pids:
+                stops.setdefault(manager.name, Stop(manager, frozenset(pids)))
                 continue
-            pids = self._stoppable(manager, chosen, processes)
-            if pids:
-                stops[manager.name] = Stop(manager, frozenset(pids))
-            elif manager.restarts and manager.main_pid in chosen:
-                left[manager.name] = manager
+            if manager is not None and manager.main_pid in chosen and manager.name not in left:
+                if manager.restarts:
+                    left[manager.name] = manager
+                if manager.kind == "container":
+                    self._note_company(manager, chosen, processes)
+            unit = self._guests_unit(finding.process, processes)
+            if unit is not None:
+                left[unit.name] = unit
         return list(stops.values()), list(left.values())
+
+    def _note_company(self, manager: Manager, chosen: Mapping[int, Finding], processes: Mapping[int, Process]) -> None:
+        """Nothing in a container outlives its first process."""
+        others = sorted(self.members(processes[manager.main_pid], processes) - set(chosen))
+        names = ", ".join(f"{processes[pid].name} ({pid})" for pid in others)
+        if names and processes[manager.main_pid].namespaced_pid == 1:
+            self.notes.append(f"{manager.label} ends with its first process, the server, and with it {names}")
 
     def _stoppable(
         self, manager: Manager, chosen: Mapping[int, Finding], processes: Mapping[int, Process]
@@ -170,7 +205,7 @@ class Managers:
             self._ask(["systemctl", "stop", "--no-block", manager.name], deadline)
         else:
             subprocess.Popen(
-                [manager.program, "stop", "--time", str(int(grace)), manager.name],
+                [manager.program, "stop", "-t", str(max(1, math.ceil(grace))), manager.name],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -200,7 +200,7 @@ class Proc:
     def cwd(self, pid: int) -> str | None:
         return self._link(pid, "cwd") or None
 
-    def cgroups(self, pid: int) -> tuple[str, ...]:
+    def cgroups(self, pid: int | str) -> tuple[str, ...]:
         """Control group paths of the process in every mounted hierarchy, once each."""
         raw = self._bytes(pid, "cgroup") or b""
         paths = {line.split(":", 2)[2] for line in raw.decode("utf-8", "replace").splitlines() if line.count(":") >= 2}

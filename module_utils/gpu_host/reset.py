@@ -262,7 +262,7 @@ class Reset:
             ).run()
         self.record["killed"] = self.outcome.killed
         self.record["respawners"] = self.outcome.respawners
-        self.record["notes"] += self.outcome.notes
+        self.record["notes"] += self.outcome.notes + self.managers.notes
         self.dirty += self.outcome.respawners
         self.dirty += [
             f"{finding.process.name} ({finding.process.pid}) did not end within {self.params['kill_timeout']:g} s of"

@@ -87,8 +87,8 @@ class Host:
 
     def save(self, init: int) -> None:
         """Remember where the host is, for other processes that open this lab."""
-        text = json.dumps({"address": self.address, "gpus": self.gpus, "init": init})
-        (self.folder / "host.json").write_text(text)
+        facts = {"address": self.address, "gpus": self.gpus, "init": init, "cgroup": self._cgroup_of(init)}
+        (self.folder / "host.json").write_text(json.dumps(facts))
 
     def wait_until_up(self, seconds: float = BOOT_SECONDS) -> None:
         """Wait until sshd answers and systemd has finished; LabError when that takes longer."""
@@ -187,8 +187,11 @@ class Host:
 
     @property
     def cgroup(self) -> str:
-        """The host's cgroup on the machine: what a hypervisor knows a guest by."""
-        for line in Path(f"/proc/{self.init}/cgroup").read_text().splitlines():
+        """The host's cgroup on the machine: what a hypervisor knows a guest by. Known also once the host is dead."""
+        return str(json.loads((self.folder / "host.json").read_text())["cgroup"])
+
+    def _cgroup_of(self, init: int) -> str:
+        for line in Path(f"/proc/{init}/cgroup").read_text().splitlines():
             _, names, path = line.split(":", 2)
             if names in ("name=systemd", "") and path != "/":
                 return path.removesuffix("/init.scope")

@@ -212,18 +212,30 @@ class Lab:
         inside = ["nsenter", f"--mount={self._mount_namespace}", f"--net=/run/netns/{self.namespace}", "--"]
         return run([*inside, "podman", "--log-level", "error", *arguments], configuration, check=check)
 
-    def start_host(self, name: str, gpus: int = GPUS, minors: Sequence[int] | None = None, wait: bool = True) -> Host:
+    def start_host(
+        self,
+        name: str,
+        gpus: int = GPUS,
+        minors: Sequence[int] | None = None,
+        wait: bool = True,
+        gpus_of: Host | None = None,
+    ) -> Host:
         """Boot one host; with `wait`, until systemd is up and sshd answers.
 
         `minors` gives the minor number of each GPU by index; without it they stand in another order than the indices.
+        With `gpus_of`, it is another guest of the machine that has those GPUs: both see the memory of both.
         """
         if name in self.host_names():
             raise LabError(f"The host {name} is there already in the lab {self.name}.")
         self.check_no_way_out()
         host = Host(self, name, self._free_address(), gpus)
-        host.state_folder.mkdir(parents=True)
+        host.folder.mkdir(parents=True)
         try:
-            host.reset_state(minors)
+            if gpus_of is not None:
+                host.state_folder.symlink_to(gpus_of.state_folder)
+            else:
+                host.state_folder.mkdir()
+                host.reset_state(minors)
             self.podman(*host.run_arguments(), image.image_name(), "/lib/systemd/systemd")
             host.save(int(self.podman("inspect", "--format", "{{.State.Pid}}", name).stdout))
             self.check_no_way_out(host.address)

@@ -14,6 +14,7 @@ from gpu_host.procfs import Proc, Process
 from tests.unit.fake_proc import FakeProc
 
 SERVER = ["/usr/bin/python3", "-m", "sglang.launch_server"]
+SYSTEMD = "/usr/lib/systemd/systemd"
 CONTAINER = "c0ffee" * 10 + "abcd"
 
 
@@ -166,7 +167,34 @@ def test_a_container_that_its_runtime_does_not_know_is_not_stopped_as_a_whole(ho
     assert host.plan() == ({}, [])
 
 
+def test_a_container_without_a_pid_namespace_of_its_own_is_stopped_as_a_whole_too(host: Host) -> None:
+    host.fake.add(100, argv=SERVER, cgroup=f"/docker/{CONTAINER}")
+    host.containers[CONTAINER] = (100, "always")
+    assert host.plan() == ({CONTAINER[:12]: frozenset({100})}, [])
+
+
+def test_what_ends_with_the_first_process_of_its_container_is_told(host: Host) -> None:
+    cgroup = f"/docker/{CONTAINER}"
+    host.fake.add(100, argv=SERVER, cgroup=cgroup, own_namespace=True, namespaced=1)
+    host.fake.add(110, ppid=50, argv=["/usr/bin/python3", "prep.py"], cgroup=cgroup, own_namespace=True, namespaced=7)
+    host.containers[CONTAINER] = (100, "always")
+    assert host.plan() == ({}, [CONTAINER[:12]])
+    (note,) = host.managers.notes
+    assert note.endswith("and with it python3 prep.py (110)")
+
+
+@pytest.mark.parametrize("guest", [f"/docker/{CONTAINER}", "/lxc/101"])
+def test_the_unit_of_a_guests_systemd_is_told_and_not_taken_for_one_of_ours(guest: str, host: Host) -> None:
+    host.fake.add(90, argv=["/sbin/init"], exe=SYSTEMD, cgroup=f"{guest}/init.scope", own_namespace=True, namespaced=1)
+    cgroup = f"{guest}/system.slice/sglang.service"
+    host.fake.add(100, ppid=90, argv=SERVER, cgroup=cgroup, own_namespace=True, namespaced=7)
+    host.units["sglang.service"] = (100, "always")
+    assert host.plan() == ({}, ["sglang.service"])
+    assert not [asked for asked in host.asked if asked.startswith("systemctl")]
+
+
 def test_inside_a_container_its_runtime_is_not_asked(host: Host) -> None:
+    host.fake.add(1, ppid=0, argv=["/sbin/init"], exe=SYSTEMD, cgroup=f"/docker/{CONTAINER}")
     host.fake.add(100, argv=SERVER, cgroup=f"/docker/{CONTAINER}")
     host.plan()
     assert not [asked for asked in host.asked if asked.startswith("docker")]
