@@ -89,8 +89,6 @@ class Session:
             machine=platform.machine(),
             python=platform.python_version(),
             cpus=os.cpu_count(),
-            adopter=procs.plain(one for one in [procs.adopter()] if one),
-            init=procs.plain(one for one in [procs.read_facts(1)] if one),
             multicast={name: os.environ.get(name) for name in servers.MULTICAST_OFF},
             sglang="0.5.17" if self.bundle.ready() else None,
         )
