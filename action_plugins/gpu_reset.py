@@ -7,6 +7,7 @@ with async, or where the interpreter has yet to be discovered, the ordinary modu
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import lean, records  # noqa: E402
+from gpu_control import lean, progress, records, reports  # noqa: E402
 from gpu_host import arguments  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
@@ -29,6 +30,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "gpu_reset": (arguments.GPU_RESET, "reset"),
     "gpu_memory": (arguments.GPU_MEMORY, "memory_report"),
     "server_info": (arguments.SERVER_INFO, "server_state"),
+    "gpu_host_info": (arguments.GPU_HOST_INFO, "host_info"),
+    "kernel_build": (arguments.KERNEL_BUILD, "kernel_build"),
+    "kernel_package_info": (arguments.KERNEL_PACKAGE_INFO, "kernel_package"),
+    "jit_cache": (arguments.JIT_CACHE, "jit_cache"),
+    "server_launch": (arguments.SERVER_LAUNCH, "server_launch"),
 }
 
 display = Display()
@@ -62,27 +68,43 @@ class ActionModule(ActionBase):
                 records.artifacts_folder() / records.FILE_NAME, host
             )
 
+        if name == "server_launch":
+            params["who"] = params["who"] or records.who()
+
         interpreter = str(self._variable(task_vars, "ansible_python_interpreter") or "auto")
         if self._task.async_val or interpreter.startswith("auto") or not self._is_pipelining_enabled("new"):
             display.vvv(f"{name}: ordinary module (no pipelining, async, or no pinned interpreter)")
-            returned = self._run_ordinary_module(name, params, task_vars)
+
+            def call() -> dict[str, Any]:
+                return self._run_ordinary_module(name, params, task_vars)
+
         else:
-            returned = self._run_lean(interpreter, entry, params)
-        returned["invocation"] = {"module_args": params}
+
+            def call() -> dict[str, Any]:
+                return self._run_lean(interpreter, entry, params)
+
+        host = self._task.delegate_to or task_vars["inventory_hostname"]
+        if "patience" in spec and not self._task.async_val:
+            params["patience"] = params["patience"] or progress.PATIENCE
+        returned = progress.follow(call, display.display, host)
+        if name == "gpu_host_info" and not self._task.async_val:
+            returned["report"] = reports.write(host, returned)
+        hidden = {option for option, facts in spec.items() if facts.get("no_log")}
+        returned["invocation"] = {
+            "module_args": {**params, **dict.fromkeys(hidden, "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER")}
+        }
         return {**result, **returned}
 
     def _run_lean(self, interpreter: str, entry: str, params: dict[str, Any]) -> dict[str, Any]:
         program = lean.program(
-            lean.cached_sources(REPOSITORY / "module_utils" / lean.PACKAGE, Path(C.DEFAULT_LOCAL_TMP)),
+            lean.cached_sources(REPOSITORY / "module_utils" / lean.PACKAGE, entry, Path(C.DEFAULT_LOCAL_TMP)),
             entry,
             params,
             check_mode=bool(self._task.check_mode),
             diff=bool(self._task.diff),
         )
         display.vvv(f"lean path: gpu_host.{entry} in {len(program)} bytes on the standard input of {interpreter}")
-        command = self._connection._shell.build_module_command(
-            self._compute_environment_string(), f"#!{interpreter}", ""
-        )
+        command = f"{self._compute_environment_string()} {interpreter} -c {shlex.quote(lean.BOOTSTRAP)}"
         answer = self._low_level_execute_command(command.strip(), sudoable=True, in_data=program)
         return lean.result(answer["rc"], answer["stdout"], answer["stderr"], interpreter)
 

@@ -1,14 +1,15 @@
-"""One Python program that carries ``gpu_host`` to a host and runs one of its functions there.
+"""Carries ``gpu_host`` to a host and runs one of its functions there, over one exec and nothing on disk.
 
 An ordinary module is wrapped into a zip archive with Ansible's own module library, which costs the host 0.13 CPU
-seconds to import and the control node as much to build. ``gpu_host`` needs nothing of that: its sources travel
-compressed in a program that the pinned interpreter reads from its standard input. Parameters are in the program too,
-so they never stand on a command line.
+seconds to import and the control node as much to build. ``gpu_host`` needs nothing of that. What the pinned
+interpreter gets on its standard input is a compressed text (a program and the sources that it imports) and after it
+the call in JSON, so that no parameter stands on a command line. On its command line is BOOTSTRAP, always the same.
+(A program on standard input itself would be read line by line, which takes 50 ms for one long line.)
 """
 
 from __future__ import annotations
 
-import base64
+import ast
 import json
 import os
 import re
@@ -19,63 +20,84 @@ from typing import Any
 
 PACKAGE = "gpu_host"
 
-# Runs on the host, on Python >= 3.9. Whatever the called code prints goes to stderr: stdout carries the result alone.
-_PROGRAM = """\
-import sys
-if sys.version_info < (3, 9):
-    sys.stdout.write('{"failed": true, "msg": "Python %%d.%%d is too old on this host; set ansible_python_interpreter '
-                     'to Python 3.9 or newer."}\\n' %% sys.version_info[:2])
-    sys.exit(1)
-import base64, importlib.abc, importlib.util, json, os, zlib
+BOOTSTRAP = (
+    "import sys,zlib;d=zlib.decompressobj();"
+    "program,_,sources=d.decompress(sys.stdin.buffer.read()).partition(b'\\0');exec(program)"
+)
 
-class Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+# Runs on the host, on Python >= 3.9. Whatever the called code prints goes to stderr: stdout carries the result alone.
+_PROGRAM = f"""\
+if sys.version_info < (3, 9):
+    sys.stdout.write('{{"failed": true, "msg": "Python %d.%d is too old on this host; set ansible_python_interpreter '
+                     'to Python 3.9 or newer."}}\\n' % sys.version_info[:2])
+    sys.exit(1)
+import json, os
+from importlib.machinery import ModuleSpec
+
+class Sources:
+    # importlib.abc, the base class for this, would cost 11 ms to import.
     def __init__(self, files):
         self.files = files
     def find_spec(self, name, path=None, target=None):
         if name in self.files:
-            return importlib.util.spec_from_loader(name, self, is_package=self.is_package(name))
-    def is_package(self, name):
-        return name == %(package)r
+            return ModuleSpec(name, self, is_package=name == {PACKAGE!r})
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        name = module.__name__
+        exec(compile(self.files[name], '<' + name + '>', 'exec', dont_inherit=True), module.__dict__)
     def get_source(self, name):
         return self.files[name]
 
 result_file = os.fdopen(os.dup(1), 'w')
 os.dup2(2, 1)
-sys.meta_path.insert(0, Sources(json.loads(zlib.decompress(base64.b64decode(%(sources)r)))))
-call = json.loads(base64.b64decode(%(call)r))
+sys.meta_path.insert(0, Sources(json.loads(sources)))
 try:
-    module = importlib.import_module('%(package)s.' + call['module'])
-    result = module.run(call['params'], check_mode=call['check_mode'], diff=call['diff'])
-    text = json.dumps(result)
+    call = json.loads(d.unused_data)
+    __import__({PACKAGE!r} + '.' + call['module'])
+    run = sys.modules[{PACKAGE!r} + '.' + call['module']].run
+    text = json.dumps(run(call['params'], check_mode=call['check_mode'], diff=call['diff']))
 except Exception as error:
     import traceback
-    text = json.dumps({'failed': True, 'exception': traceback.format_exc(),
-                       'msg': 'The reset code itself failed on this host, %%s: %%s' %% (type(error).__name__, error)})
+    text = json.dumps({{'failed': True, 'exception': traceback.format_exc(),
+                       'msg': 'The code failed on this host, %s: %s' % (type(error).__name__, error)}})
 result_file.write(text + '\\n')
 result_file.flush()
 """
 
 
-def sources(package_folder: Path) -> bytes:
-    """The sources of ``gpu_host`` by module name, compressed (base64)."""
-    files = {
-        PACKAGE if path.stem == "__init__" else f"{PACKAGE}.{path.stem}": path.read_text(encoding="utf-8")
-        for path in sorted(package_folder.glob("*.py"))
-    }
-    return base64.b64encode(zlib.compress(json.dumps(files).encode(), 9))
+def modules(package_folder: Path, entry: str) -> dict[str, str]:
+    """The sources by module name of what ``gpu_host.<entry>`` imports of its own package, itself and all of those."""
+    found = {"": (package_folder / "__init__.py").read_text(encoding="utf-8")}
+    wanted = [entry]
+    while wanted:
+        name = wanted.pop()
+        file = package_folder / f"{name}.py"
+        if name in found or not file.exists():
+            continue
+        found[name] = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(found[name])):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                wanted += [node.module] if node.module else [alias.name for alias in node.names]
+    return {f"{PACKAGE}.{name}" if name else PACKAGE: text for name, text in found.items()}
 
 
-def cached_sources(package_folder: Path, run_folder: Path) -> bytes:
+def sources(package_folder: Path, entry: str) -> bytes:
+    """The program with ``modules``, compressed."""
+    return zlib.compress(_PROGRAM.encode() + b"\0" + json.dumps(modules(package_folder, entry)).encode(), 9)
+
+
+def cached_sources(package_folder: Path, entry: str, run_folder: Path) -> bytes:
     """``sources``, built once per ansible run: each task of each host is a process of its own (a fork).
 
     ``run_folder`` lives as long as the run (Ansible's local tmp), so the cache can't go stale.
     """
-    cache = run_folder / f"{PACKAGE}.sources"
+    cache = run_folder / f"{PACKAGE}.{entry}"
     try:
         return cache.read_bytes()
     except OSError:
         pass
-    built = sources(package_folder)
+    built = sources(package_folder, entry)
     try:
         descriptor, name = tempfile.mkstemp(dir=run_folder, prefix=f".{PACKAGE}-")
         with os.fdopen(descriptor, "wb") as file:
@@ -87,11 +109,9 @@ def cached_sources(package_folder: Path, run_folder: Path) -> bytes:
 
 
 def program(built: bytes, module: str, params: dict[str, Any], *, check_mode: bool, diff: bool) -> bytes:
-    """The program that calls ``gpu_host.<module>.run(params, check_mode=..., diff=...)`` and prints its result."""
+    """What calls ``gpu_host.<module>.run(params, check_mode=..., diff=...)`` and prints its result, for BOOTSTRAP."""
     call = {"module": module, "params": params, "check_mode": check_mode, "diff": diff}
-    return (
-        _PROGRAM % {"package": PACKAGE, "sources": built, "call": base64.b64encode(json.dumps(call).encode())}
-    ).encode()
+    return built + json.dumps(call).encode()
 
 
 def result(status: int, stdout: str, stderr: str, interpreter: str) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def test_parameters_stand_on_no_command_line(project):
     project.play(playbook=module_play(project, {"protected": ["known-only-to-me"]}))
     saw = returned(project)["saw"]
     assert saw["params"]["protected"] == ["known-only-to-me"]
-    assert "known-only-to-me" not in saw["command_line"]
+    assert saw["command_line"] and "known-only-to-me" not in saw["command_line"]
 
 
 def test_async_runs_the_ordinary_module(project):
@@ -393,6 +393,25 @@ def test_a_guest_that_stays_dirty_after_its_hypervisor_was_asked_fails(project):
     guest_and_hypervisor(project, {}, {"verdict": "clean"})
     outcome = project.play("--limit", "guest")
     assert (outcome.status, outcome.last_line) == (2, "Verdicts - dirty: guest")
+
+
+@pytest.mark.parametrize("guest", ["", "/lxc", "/lxc/", "/", "lxc/101", None])
+def test_a_hypervisor_is_left_alone_where_the_guest_is_not_told_from_the_others(project, guest):
+    guest_and_hypervisor(project, {"verdict": "clean", "gpus": [GPU]}, {"verdict": "clean"})
+    named = [] if guest is None else ["--extra-vars", json.dumps({"gpu_hypervisor_guest": guest})]
+    if guest is None:
+        project.host("guest", {"verdict": "dirty", "gpus": [OWNERLESS]}, gpu_hypervisor="pve")
+    outcome = project.play("--limit", "guest", *named)
+    assert (outcome.status, outcome.last_line) == (2, "Verdicts - dirty: guest")
+    assert [one["host"] for one in outcome.records] == ["guest"]
+    assert "Nothing was done on pve: gpu_hypervisor_guest of guest is" in " ".join(outcome.output.split())
+
+
+@pytest.mark.parametrize("guest", [101, "/lxc/101/ns", "/lxc.payload.gpu02", "/machine.slice/libpod-1.scope"])
+def test_a_guest_is_told_by_its_id_or_by_the_path_of_its_control_group(project, guest):
+    guest_and_hypervisor(project, {"verdict": "clean", "gpus": [GPU]}, {"verdict": "clean"})
+    outcome = project.play("--limit", "guest", "--extra-vars", json.dumps({"gpu_hypervisor_guest": guest}))
+    assert [one["host"] for one in outcome.records] == ["guest", "pve", "guest"], outcome.output
 
 
 def test_a_hypervisor_is_not_asked_about_memory_whose_owner_is_known(project):
