@@ -6,15 +6,19 @@ A reset that runs here never sees more than one guest of this lab: `Machine.gues
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_control import lean
+
 from tests.lab import resets
-from tests.lab.command import LabError, run
+from tests.lab.command import LabError
 from tests.lab.host import Host
 from tests.lab.image import CACHE
 from tests.lab.lab import Lab
@@ -59,11 +63,18 @@ class Machine:
     def reset(self, guest: Host, check: bool = False, timeout: float = 100, **given: Any) -> dict[str, Any]:
         """Reset one guest from here; returns the run record."""
         given |= {"scope_cgroup": self.guest_scope(guest), "state_folder": str(self.state_folder)}
-        program = resets.program(given, check)
-        done = run([sys.executable, "-"], self.environment, check=False, timeout=timeout, stdin=program)
-        record = dict(json.loads(done.stdout or "{}"))
-        if "verdict" not in record:
-            raise LabError(f"The reset gave no record: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+        done = subprocess.run(
+            [sys.executable, "-c", lean.BOOTSTRAP],
+            input=resets.program(given, check),
+            env=os.environ | self.environment,
+            capture_output=True,
+            timeout=timeout,
+        )
+        try:
+            record = dict(json.loads(done.stdout))
+        except ValueError as error:
+            raise LabError(f"The reset gave no record: {done.stdout[-1000:]!r}{done.stderr[-3000:]!r}") from error
+        assert "verdict" in record, record
         return record
 
     def asked_of_podman(self) -> list[list[str]]:
