@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import json
 import shlex
+import shutil
 import subprocess
+import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from gpu_control import lean
 from gpu_host import arguments
 
-from tests.lab.command import LabError, run, wait_for
+from tests.lab.command import LabError, wait_for
 from tests.lab.host import SIMULATOR, Host
 from tests.lab.image import REPOSITORY
 from tests.lab.processes import Process
@@ -32,19 +33,20 @@ EAGLE3 = (
     "--speculative-eagle-topk=1",
     "--speculative-num-draft-tokens=4",
 )
+PACKAGE = REPOSITORY / "module_utils" / "gpu_host"
 TOOLS = "/opt/tools"
 JOBS = f"{SIMULATOR}/bystanders"
 
 
 @functools.cache
-def sources(extra: str = "") -> bytes:
-    """What travels to a host; ``extra`` is the text of a module ``gpu_host.scene`` that goes along."""
-    built = lean.sources(REPOSITORY / "module_utils" / "gpu_host")
-    if not extra:
-        return built
-    files = json.loads(zlib.decompress(base64.b64decode(built)))
-    files["gpu_host.scene"] = extra
-    return base64.b64encode(zlib.compress(json.dumps(files).encode()))
+def sources(scene: str = "") -> bytes:
+    """What travels to a host; ``scene`` is the text of a module ``gpu_host.scene`` that goes along."""
+    if not scene:
+        return lean.sources(PACKAGE, "reset")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(PACKAGE, Path(folder) / "gpu_host"))
+        (copy / "scene.py").write_text(scene)
+        return lean.sources(copy, "scene")
 
 
 def params(**given: Any) -> dict[str, Any]:
@@ -55,13 +57,24 @@ def params(**given: Any) -> dict[str, Any]:
     return {name: spec["default"] for name, spec in arguments.GPU_RESET.items()} | WAITS | given
 
 
-def program(given: dict[str, Any], check: bool = False) -> str:
-    """The text that the interpreter of the host reads."""
-    return lean.program(sources(), "reset", params(**given), check_mode=check, diff=False).decode()
+def program(given: dict[str, Any], check: bool = False) -> bytes:
+    """What ``interpreter`` reads on its standard input."""
+    return lean.program(sources(), "reset", params(**given), check_mode=check, diff=False)
 
 
-def _command(host: Host, user: str, environment: str) -> list[str]:
-    return host.ssh_command(f"{environment} {'sudo ' if user != 'root' else ''}/usr/bin/python3 -", user=user)
+def interpreter(environment: str = "", sudo: bool = False) -> str:
+    """The shell command that reads a program: as the action plugin has it."""
+    return f"{'sudo ' if sudo else ''}{environment} /usr/bin/python3 -c {shlex.quote(lean.BOOTSTRAP)}".strip()
+
+
+def _start(command: list[str], text: bytes) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    assert started.stdin is not None
+    started.stdin.write(text)
+    started.stdin.close()
+    started.stdin = None
+    return started
 
 
 def reset(
@@ -70,36 +83,38 @@ def reset(
     check: bool = False,
     user: str = "root",
     environment: str = "",
-    timeout: float = 100,
+    timeout: float = 60,
     **given: Any,
 ) -> dict[str, Any]:
     """Reset the host over one ssh exec, as the action plugin does; returns the run record.
 
     ``environment`` are assignments for the shell; a user who is not root goes through sudo.
     """
-    done = run(_command(host, user, environment), check=False, timeout=timeout, stdin=program(given, check))
-    return _record(done.stdout, done.stderr)
+    return finish(start_reset(host, check=check, user=user, environment=environment, **given), timeout)
 
 
-def start_reset(host: Host, **given: Any) -> subprocess.Popen[str]:
+def start_reset(
+    host: Host, *, check: bool = False, user: str = "root", environment: str = "", **given: Any
+) -> subprocess.Popen[bytes]:
     """The same, left to itself; ``finish`` waits for it."""
-    started = subprocess.Popen(
-        _command(host, "root", ""),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert started.stdin is not None
-    started.stdin.write(program(given))
-    started.stdin.close()
-    started.stdin = None
-    return started
+    command = host.ssh_command(interpreter(environment, sudo=user != "root"), user=user)
+    return _start(command, program(given, check))
 
 
-def finish(started: subprocess.Popen[str], timeout: float = 60) -> dict[str, Any]:
-    out, errors = started.communicate(timeout=timeout)
-    return _record(out, errors)
+def start_scene(host: Host, text: str, given: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
+    """Start ``run(params, check_mode, diff)`` of the given module text on the host, with ``gpu_host`` beside it."""
+    command = host.enter(["/usr/bin/python3", "-c", lean.BOOTSTRAP])
+    return _start(command, lean.program(sources(text), "scene", given or {}, check_mode=False, diff=False))
+
+
+def finish(started: subprocess.Popen[bytes], timeout: float = 60) -> dict[str, Any]:
+    """The record that a reset or a scene ends with; LabError when it takes longer than ``timeout`` seconds."""
+    try:
+        out, errors = started.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        started.kill()
+        raise LabError(f"After {timeout:g} s the reset had not ended.") from error
+    return _record(out.decode(errors="replace"), errors.decode(errors="replace"))
 
 
 def _record(out: str, errors: str) -> dict[str, Any]:
@@ -110,23 +125,6 @@ def _record(out: str, errors: str) -> dict[str, Any]:
     if "exception" in record:
         raise LabError(f"The reset failed: {record['exception']}")
     return record
-
-
-def scene(host: Host, text: str, given: dict[str, Any] | None = None) -> subprocess.Popen[str]:
-    """Start ``run(params, check_mode, diff)`` of the given module text on the host, with ``gpu_host`` beside it."""
-    carried = lean.program(sources(text), "scene", given or {}, check_mode=False, diff=False)
-    started = subprocess.Popen(
-        host.enter(["/usr/bin/python3", "-"]),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert started.stdin is not None
-    started.stdin.write(carried.decode())
-    started.stdin.close()
-    started.stdin = None
-    return started
 
 
 def pids(record: dict[str, Any], name: str = "killed") -> set[int]:

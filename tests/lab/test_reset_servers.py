@@ -257,7 +257,7 @@ def test_a_renamed_orphan_whose_environment_is_blanked_is_reported_and_the_host_
 
 
 @pytest.mark.parametrize(
-    "interpreter",
+    "words",
     [
         ("python3", f"{STANDIN}/bin/sglang", "serve"),
         ("python3", "-u", "-X", "faulthandler", "-m", "sglang.launch_server"),
@@ -265,8 +265,8 @@ def test_a_renamed_orphan_whose_environment_is_blanked_is_reported_and_the_host_
     ],
     ids=["sglang-serve", "python-with-options", "path-of-the-module"],
 )
-def test_every_way_to_start_a_server_is_known(gpu_host: Host, interpreter: tuple[str, ...]) -> None:
-    server = gpu_host.start_server(tp=2, settings=FAST, interpreter=interpreter, user="engineer")
+def test_every_way_to_start_a_server_is_known(gpu_host: Host, words: tuple[str, ...]) -> None:
+    server = gpu_host.start_server(tp=2, settings=FAST, interpreter=words, user="engineer")
     tree = numbers(server.tree())
     record = reset(gpu_host, grace=20.0, user="engineer")
     assert pids(record) == tree
