@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants docs clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants docs score clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -72,6 +72,10 @@ test-gpu: setup  ## Tests that need a real NVIDIA GPU
 
 mutants: simulator  ## Put known faults in on purpose; each must make a test fail
 	$(BIN)/python -m tests.mutants
+
+LOGS ?= tests/recorded
+score: setup  ## Classify the failed starts in LOGS=folder: precision, recall, abstentions
+	@PYTHONPATH=module_utils:plugin_utils $(BIN)/python -m gpu_control.score $(LOGS)
 
 docs: setup  ## Write the roles' variables into their README files
 	PYTHONPATH=plugin_utils $(BIN)/python -m gpu_control.role_readme roles/*/
