@@ -89,9 +89,207 @@ SERVER_START: dict[str, dict[str, Any]] = {
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
 }
 
-_SECONDS = ("grace", "kill_timeout", "verify_timeout", "lock_timeout", "timeout", "hung_after")
-_MIB = ("free_mib", "protected_mib", "min_shm_free_mib")
-_FOLDERS = ("shm_folder", "state_folder", "device_folder", "bytecode_paths", "lock_folders")
+# Model folders and SGLang's sources, read and edited on the host.
+CHECKPOINT_INFO: dict[str, dict[str, Any]] = {
+    "path": {"type": "str", "required": True},
+    "tokenizer": {"type": "bool", "default": True},
+    "sha256": {"type": "dict", "default": {}},
+    "sha256_manifest": {"type": "str", "default": ""},
+    "verify_hub": {"type": "bool", "default": False},
+    "threads": {"type": "int", "default": 0},
+}
+
+EAGLE3_DRAFTER: dict[str, dict[str, Any]] = {
+    "drafter": {"type": "str", "required": True},
+    "target": {"type": "str", "required": True},
+    "context_length": {"type": "str", "choices": ["raise", "override", "keep", "revert"], "default": "keep"},
+    "served_context_length": {"type": "int", "default": 0},
+    "weights": {"type": "bool", "default": True},
+}
+
+MODEL_DELEGATION: dict[str, dict[str, Any]] = {
+    "path": {"type": "str", "default": ""},
+    "sglang_folder": {"type": "str", "default": ""},
+    "class_name": {"type": "str", "default": ""},
+    "attribute": {"type": "str", "default": ""},
+    "methods": {
+        "type": "list",
+        "elements": "str",
+        "choices": ["get_embed_and_head", "set_embed_and_head", "set_eagle3_layers_to_capture"],
+        "default": ["get_embed_and_head", "set_embed_and_head", "set_eagle3_layers_to_capture"],
+    },
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+}
+
+_PATTERNS: dict[str, dict[str, Any]] = {
+    "server_modules": _strings(processes.SERVER_MODULES),
+    "server_commands": _strings(processes.SERVER_COMMANDS),
+    "server_titles": _strings(processes.SERVER_TITLES),
+    "scope_cgroup": {"type": "str", "default": ""},
+    "scope_folder": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+    "device_folder": {"type": "str", "default": "/dev"},
+}
+
+SERVER_LAUNCH: dict[str, dict[str, Any]] = {
+    "name": {"type": "str", "default": "sglang"},
+    "state": {"type": "str", "choices": ["planned", "started", "rolled_back", "stopped"], "default": "started"},
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "model_path": {"type": "str", "default": ""},
+    "drafter_path": {"type": "str", "default": ""},
+    "host": {"type": "str", "default": "127.0.0.1"},
+    "port": {"type": "int", "default": 30000},
+    "api_key": {"type": "str", "default": "", "no_log": True},
+    "api_key_file": {"type": "str", "default": "", "no_log": False},
+    "gpus": _strings(),
+    "arguments": {"type": "dict", "default": {}},
+    "speculation": {"type": "dict", "default": {}},
+    "environment": {"type": "dict", "default": {}},
+    "environment_file": {"type": "str", "default": ""},
+    "watch_files": _strings(),
+    "nodes": {"type": "int", "default": 1},
+    "node_rank": {"type": "int", "default": 0},
+    "dist_init_addr": {"type": "str", "default": ""},
+    "user": {"type": "str", "default": ""},
+    "grace": {"type": "float", "default": 30},
+    "restart": {"type": "bool", "default": True},
+    "restart_seconds": {"type": "float", "default": 10},
+    "restart_burst": {"type": "int", "default": 3},
+    "load_seconds": {"type": "float", "default": 2700},
+    "enabled": {"type": "bool", "default": True},
+    "journal": {"type": "bool", "default": True},
+    "unit_folder": {"type": "str", "default": "/etc/systemd/system"},
+    "config_folder": {"type": "str", "default": "/etc/sglang"},
+    "log_folder": {"type": "str", "default": "/var/log/sglang"},
+    "logrotate_folder": {"type": "str", "default": "/etc/logrotate.d"},
+    "who": {"type": "str", "default": ""},
+    **_PATTERNS,
+}
+
+# Before a deployment.
+GPU_HOST_INFO: dict[str, dict[str, Any]] = {
+    "part": {"type": "str", "choices": ["host", "plan"], "required": True},
+    "gpus": _strings(),
+    "compute_capability": {"type": "str", "default": ""},
+    "model_path": {"type": "str", "default": ""},
+    "model_mib": {"type": "int", "default": 0},
+    "drafter_path": {"type": "str", "default": ""},
+    "build": {"type": "bool", "default": False},
+    "build_folder": {"type": "str", "default": ""},
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "user": {"type": "str", "default": ""},
+    "server_name": {"type": "str", "default": ""},
+    "host": {"type": "str", "default": ""},
+    "port": {"type": "int", "default": 0},
+    "ports": {"type": "list", "elements": "int", "default": []},
+    "arguments": {"type": "dict", "default": {}},
+    "speculation": {"type": "dict", "default": {}},
+    "environment": {"type": "dict", "default": {}},
+    "environment_file": {"type": "str", "default": ""},
+    "secret_files": _strings(),
+    "shm_folder": {"type": "str", "default": "/dev/shm"},
+    "min_shm_free_mib": {"type": "int", "default": 0},
+    "min_ram_mib": {"type": "int", "default": 0},
+    "all_reduce": {"type": "bool", "default": False},
+    "all_reduce_timeout": {"type": "float", "default": 120},
+    "skip": _strings(),
+    "fail": {"type": "bool", "default": True},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+    "timeout": {"type": "float", "default": 90},
+}
+
+KERNEL_PACKAGE_INFO: dict[str, dict[str, Any]] = {
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "package": {"type": "str", "default": "sgl_kernel"},
+    "compute_capability": {"type": "str", "default": ""},
+    "cuobjdump": {"type": "str", "default": ""},
+    "environment": {"type": "dict", "default": {}},
+    "timeout": {"type": "float", "default": 120},
+}
+
+KERNEL_BUILD: dict[str, dict[str, Any]] = {
+    "state": {"type": "str", "choices": ["built", "installed"], "default": "installed"},
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "package": {"type": "str", "default": "sgl_kernel"},
+    "source": {"type": "str", "default": ""},
+    "source_ref": {"type": "str", "default": ""},
+    "source_folder": {"type": "str", "default": ""},
+    "wheel": {"type": "str", "default": ""},
+    "compute_capability": {"type": "str", "default": ""},
+    "offline": {"type": "bool", "default": False},
+    "dependencies": {"type": "str", "default": ""},
+    "wheels": {"type": "str", "default": ""},
+    "build_isolation": {"type": "bool", "default": False},
+    "jobs": {"type": "int", "default": 0},
+    "compile_threads": {"type": "int", "default": 0},
+    "cmake_options": {"type": "dict", "default": {}},
+    "environment": {"type": "dict", "default": {}},
+    "cuobjdump": {"type": "str", "default": ""},
+    "build_folder": {"type": "str", "default": "/var/lib/gpu-host/kernels"},
+    "timeout": {"type": "float", "default": 10800},
+    "patience": {"type": "float", "default": 0},
+}
+
+JIT_CACHE: dict[str, dict[str, Any]] = {
+    "state": {"type": "str", "choices": ["described", "packed", "unpacked"], "default": "described"},
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "user": {"type": "str", "default": ""},
+    "compute_capability": {"type": "str", "default": ""},
+    "environment": {"type": "dict", "default": {}},
+    "archive": {"type": "str", "default": ""},
+    "key": {"type": "dict", "default": {}},
+    "timeout": {"type": "float", "default": 600},
+}
+
+SERVER_HEALTH: dict[str, dict[str, Any]] = {
+    "name": {"type": "str", "default": "sglang"},
+    "main_pid": {"type": "int", "default": 0},
+    "timeout": {"type": "float", "default": 2700},
+    "stall": {"type": "float", "default": 60},
+    "slice_seconds": {"type": "float", "default": 10},
+    "chat_prompt": {"type": "str", "default": "What is the capital of France? Answer in one word."},
+    "chat_expect": {"type": "str", "default": "(?i)paris"},
+    "chat_tokens": {"type": "int", "default": 512},
+    "speculation": {"type": "dict"},
+    "accept_length": {"type": "float", "default": 1.05},
+    "accept_tokens": {"type": "int", "default": 256},
+    "environment_file": {"type": "str", "default": ""},
+    "gpu_mib": {"type": "int", "default": 1024},
+    "soak": {"type": "int", "default": 0},
+    "lossless": {"type": "bool", "default": False},
+    "lossless_tie": {"type": "float", "default": 0.25},
+    "request_seconds": {"type": "float", "default": 120},
+    "run_id": {"type": "str", "default": ""},
+    "carry": {"type": "dict"},
+    "one_slice": {"type": "bool", "default": False},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+}
+
+_SECONDS = (
+    "grace",
+    "kill_timeout",
+    "verify_timeout",
+    "lock_timeout",
+    "timeout",
+    "hung_after",
+    "load_seconds",
+    "restart_seconds",
+    "stall",
+    "slice_seconds",
+    "request_seconds",
+)
+_MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib")
+_FOLDERS = (
+    "shm_folder",
+    "state_folder",
+    "device_folder",
+    "bytecode_paths",
+    "lock_folders",
+    "unit_folder",
+    "config_folder",
+    "log_folder",
+    "logrotate_folder",
+)
 
 
 def problems(params: dict[str, Any]) -> list[str]:
@@ -133,6 +331,28 @@ def problems(params: dict[str, Any]) -> list[str]:
         ).problems()
         if not (params["server_modules"] or params["server_commands"]):
             found.append("server_modules: no server would be found; leave it out or name at least one.")
+    return found
+
+
+def model_problems(params: dict[str, Any]) -> list[str]:
+    """What is wrong with the parameters of the modules that look after models and SGLang's sources."""
+    found = []
+    for name in ("path", "target", "drafter", "sha256_manifest", "sglang_folder"):
+        found += _folder_problems(name, params.get(name, ""))
+    for name in ("target", "drafter"):
+        if name in params and not params[name]:
+            found.append(f"{name}: no folder is given; name the model's folder on the host.")
+    if "verify_hub" in params and not params["path"]:
+        found.append("path: no folder is given; name the model's folder on the host.")
+    if "methods" in params:
+        if not params["methods"]:
+            found.append("methods: nothing is chosen; leave it out or name at least one.")
+        if not params["path"] and not (params["sglang_folder"] and params["class_name"]):
+            found.append("path: name the file of the wrapper class, or give sglang_folder and class_name.")
+    if not 0 <= params.get("threads", 0) <= 256:
+        found.append(f"threads: {params['threads']} is no number of threads; give 0 (by cores) to 256.")
+    if params.get("served_context_length", 0) < 0:
+        found.append("served_context_length: give tokens, or 0 for the target's own length.")
     return found
 
 
