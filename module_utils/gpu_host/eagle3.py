@@ -203,7 +203,7 @@ def compare(config: Mapping[str, Any], target_config: Mapping[str, Any], kind_of
         elif ours != theirs:
             text = f"The drafter's {name} is {ours}, the target's {theirs}."
             found.append(Finding(ERROR, f"{key}_differs", text, str(theirs), pair))
-    found += _draft_vocabulary(drafter)
+    found += _draft_vocabulary(config, drafter)
     found += _aux(config, drafter, target)
     if drafter.architecture == MLA and drafter.layers not in (None, 1):
         text = f"The drafter has {drafter.layers} layers, {MLA} of SGLang takes 1."
@@ -242,8 +242,14 @@ def _architecture(drafter: Drafter, kind_of: str) -> list[Finding]:
     return [Finding(ERROR, "architecture_unknown", text, " or ".join(EAGLE3), cure)]
 
 
-def _draft_vocabulary(drafter: Drafter) -> list[Finding]:
-    if drafter.tied or drafter.vocab_size is None or drafter.draft_vocab_size is None:
+def _draft_vocabulary(config: Mapping[str, Any], drafter: Drafter) -> list[Finding]:
+    if drafter.tied:
+        return []
+    if drafter.architecture == LLAMA and "draft_vocab_size" not in _at(config, text_path(config)):
+        text = "The drafter's config.json has no draft_vocab_size, and SGLang ends with an AttributeError."
+        cure = "Add it: the number of rows of its lm_head, or null where it uses the target's."
+        return [Finding(ERROR, "draft_vocab_size_missing", text, "draft_vocab_size", cure)]
+    if drafter.vocab_size is None or drafter.draft_vocab_size is None:
         return []
     if not 0 < drafter.draft_vocab_size <= drafter.vocab_size:
         text = f"The draft vocabulary has {drafter.draft_vocab_size} entries, the vocabulary {drafter.vocab_size}."
