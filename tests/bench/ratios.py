@@ -37,7 +37,8 @@ def report(name: str, seconds: Mapping[str, list[float]], peer: str, **more: obj
     }
     print(f"\n{name} (ratio to {peer})")
     for one, row in rows.items():
-        print(f"  {one:<44} {row['median_s']:7.3f} s  ({row['least_s']:.3f} to {row['most_s']:.3f})  {row['ratio']:.3f}")
+        spread = f"({row['least_s']:.3f} to {row['most_s']:.3f})"
+        print(f"  {one:<44} {row['median_s']:7.3f} s  {spread}  {row['ratio']:.3f}")
     for key, value in more.items():
         print(f"  {key}: {value}")
     result: dict[str, object] = {"name": name, "peer": peer, "runs": rows, **more}

@@ -48,7 +48,8 @@ class FakeProc:
         fields = [state, ppid, group or pid, session or pid, tty, -1, flags, 0, 0, 0, 0, 0, 0, 0, 0, 20, 0, threads, 0]
         fields += [start if start is not None else 1000 + pid, 0, 0]
         (folder / "stat").write_text(f"{pid} ({comm}) {' '.join(map(str, fields))}\n")
-        (folder / "status").write_text(f"Name:\t{comm}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nNSpid:\t{pid}\t{namespaced or pid}\n")
+        uids = "\t".join([str(uid)] * 4)
+        (folder / "status").write_text(f"Name:\t{comm}\nUid:\t{uids}\nNSpid:\t{pid}\t{namespaced or pid}\n")
         (folder / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
         if environ is not None or blanked:
             pairs = b"".join(f"{name}={value}\0".encode() for name, value in (environ or {"PATH": "/bin"}).items())
@@ -71,7 +72,7 @@ class FakeProc:
     def load(self, processes: list[dict[str, Any]]) -> None:
         """Add processes as a case file describes them."""
         for fields in processes:
-            self.add(**{name: value for name, value in fields.items() if name not in ("is", "note", "group_of", "main")})
+            self.add(**{name: value for name, value in fields.items() if name not in ("is", "group_of", "main")})
 
     @staticmethod
     def _link(path: Path, target: str) -> None:

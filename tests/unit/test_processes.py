@@ -87,7 +87,7 @@ def test_a_server_is_chosen_by_the_gpu_that_nvml_lists_it_on_and_one_that_is_lis
     ("field", "value"),
     [
         ("modules", "python3"), ("modules", ".*"), ("modules", "sglang"), ("modules", "-m sglang.launch_server"),
-        ("commands", "python3 serve"), ("commands", "sglang"), ("commands", ".* serve"), ("commands", "python train.py"),
+        ("commands", "python3 serve"), ("commands", "sglang"), ("commands", ".* serve"), ("commands", "python run.py"),
         ("titles", "*"), ("titles", ".*"), ("titles", "python*"), ("titles", "s::*"), ("titles", "sglang"),
     ],
 )  # fmt: skip
