@@ -38,7 +38,7 @@ def start_gpu_host(lab: Lab) -> Iterator[Callable[..., Host]]:
     started: list[str] = []
 
     def start(name: str | None = None, **options: object) -> Host:
-        host = lab.start_host(name or f"gpu-{len(lab.host_names()) + 1}", **options)  # type: ignore[arg-type]
+        host = lab.start_host(name or f"gpu-{len(lab.host_names()) + 1}", **options)
         started.append(host.name)
         return host
 

@@ -280,7 +280,7 @@ def test_nothing_that_is_open_or_mapped_is_ever_deleted(tmp_path: Path, plan: li
                 held.append((path, open(path, "rb")))  # noqa: SIM115
             elif how == "map":
                 with open(path, "r+b") as file:
-                    held.append((path, mmap.mmap(file.fileno(), 4096)))  # type: ignore[arg-type]
+                    held.append((path, mmap.mmap(file.fileno(), 4096)))
         remove_all(find(HERE, shm_folder=str(folder)), HERE)
         left = set(folder.iterdir())
         assert left == {path for path, _ in held}

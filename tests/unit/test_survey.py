@@ -47,7 +47,7 @@ def server(fake: FakeProc, main: int, maps: list[str] | None = None) -> None:
 
 
 def survey(tmp_path: Path, reader: FixedReader, wanted: list[str], **options: object) -> Survey:
-    made = Survey(Proc(str(tmp_path)), Patterns(), Scope(), reader, wanted, **options)  # type: ignore[arg-type]
+    made = Survey(Proc(str(tmp_path)), Patterns(), Scope(), reader, wanted, **options)
     made.read(Deadline(1))
     return made
 
@@ -153,7 +153,7 @@ def test_a_listed_pid_that_is_not_there_is_dead_on_the_machine_itself_and_unseen
 def test_a_scope_keeps_strangers_outside_of_it_alive(tmp_path: Path) -> None:
     fake = FakeProc(tmp_path)
     fake.add(100, argv=["/usr/bin/python3", "train.py"], cwd="/srv/b")
-    made = Survey(Proc(str(tmp_path)), Patterns(), Scope(folder="/srv/a"), FixedReader({0: {100: 9}}), [], True)  # type: ignore[arg-type]
+    made = Survey(Proc(str(tmp_path)), Patterns(), Scope(folder="/srv/a"), FixedReader({0: {100: 9}}), [], True)
     made.read(Deadline(1))
     look = made.look()
     assert not look.chosen
