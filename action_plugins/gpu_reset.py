@@ -22,8 +22,8 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import lean, progress, records, reports  # noqa: E402
-from gpu_host import arguments  # noqa: E402
+from gpu_control import health, lean, progress, records, reports  # noqa: E402
+from gpu_host import arguments, nccl_environment  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -35,6 +35,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "kernel_package_info": (arguments.KERNEL_PACKAGE_INFO, "kernel_package"),
     "jit_cache": (arguments.JIT_CACHE, "jit_cache"),
     "server_launch": (arguments.SERVER_LAUNCH, "server_launch"),
+    "server_health": (arguments.SERVER_HEALTH, "server_health"),
+    "nccl_environment": (arguments.NCCL_ENVIRONMENT, "nccl_environment"),
 }
 
 display = Display()
@@ -57,6 +59,8 @@ class ActionModule(ActionBase):
             return {**result, "failed": True, "refused": True, "msg": str(not_ready)}
         validated = ArgumentSpecValidator(spec).validate(self._task.args)
         problems = validated.error_messages or arguments.problems(validated.validated_parameters)
+        if name == "nccl_environment" and not problems:
+            problems = nccl_environment.problems(validated.validated_parameters)
         if problems:
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
         params = validated.validated_parameters
@@ -86,7 +90,11 @@ class ActionModule(ActionBase):
         host = self._task.delegate_to or task_vars["inventory_hostname"]
         if "patience" in spec and not self._task.async_val:
             params["patience"] = params["patience"] or progress.PATIENCE
-        returned = progress.follow(call, display.display, host)
+        if name == "server_health":
+            returned = health.follow(call, params, host, display.display)
+            params["carry"] = None  # as it was called
+        else:
+            returned = progress.follow(call, display.display, host)
         if name == "gpu_host_info" and not self._task.async_val:
             returned["report"] = reports.write(host, returned)
         hidden = {option for option, facts in spec.items() if facts.get("no_log")}

@@ -265,6 +265,17 @@ SERVER_HEALTH: dict[str, dict[str, Any]] = {
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
 }
 
+NCCL_ENVIRONMENT: dict[str, dict[str, Any]] = {
+    "profile": {"type": "str", "choices": ["latency", "throughput", "plain"], "default": "latency"},
+    "variables": {"type": "dict", "default": {}},
+    "group_variables": {"type": "dict", "default": {}},
+    "host_variables": {"type": "dict", "default": {}},
+    "unchecked": _strings(),
+    "path": {"type": "str", "default": "/etc/sglang/nccl.env"},
+    "server_environment": {"type": "dict", "default": {}},
+    "server_arguments": {"type": "dict", "default": {}},
+}
+
 _SECONDS = (
     "grace",
     "kill_timeout",

@@ -1,8 +1,9 @@
 """What a server says about itself over HTTP, under its old and its new endpoint names.
 
-Only endpoints that change nothing are asked. `/health` is not one of them: it sends a token through the model and takes
-a second at least. `/v1/loads` (sglang 0.5.17 and 0.5.23: served from shared memory, so a hung scheduler can't block
-it) holds when each scheduler last reported; `/metrics` of SGLang and vLLM and the older `/get_load` are second best.
+A state is told by endpoints that change nothing. `/health` is not one of them: it sends a token through the model and
+takes a second at least. `/v1/loads` (sglang 0.5.17 and 0.5.23: served from shared memory, so a hung scheduler can't
+block it) holds when each scheduler last reported; `/metrics` of SGLang and vLLM and the older `/get_load` are second
+best.
 """
 
 from __future__ import annotations
@@ -83,14 +84,25 @@ class LoadAnswer:
 
 def get(endpoint: Endpoint, path: str, deadline: Deadline) -> Answer:
     """One GET whose every step ends by the deadline. Never raises for what the server does."""
+    return _ask(endpoint, "GET", path, None, deadline)
+
+
+def post(endpoint: Endpoint, path: str, body: Any, deadline: Deadline) -> Answer:
+    """One POST of a JSON body, as `get`."""
+    return _ask(endpoint, "POST", path, json.dumps(body).encode(), deadline)
+
+
+def _ask(endpoint: Endpoint, method: str, path: str, body: bytes | None, deadline: Deadline) -> Answer:
     if deadline.expired():
         return Answer(None, trouble="silent")
     connection = _connection(endpoint, max(0.05, deadline.remaining()))
     headers = {"Connection": "close"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
     if endpoint.key:
         headers["Authorization"] = f"Bearer {endpoint.key}"
     try:
-        connection.request("GET", path, headers=headers)
+        connection.request(method, path, body=body, headers=headers)
         response = connection.getresponse()
         parts, size = [], 0
         while size < MOST_BYTES:

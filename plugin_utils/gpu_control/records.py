@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import json
 import mmap
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -66,6 +68,15 @@ def new_run_id(now: float | None = None) -> str:
 def timestamp(now: float | None = None) -> str:
     """ISO 8601 in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+
+
+def who() -> str:
+    """Who runs this on the control node."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a uid without a name
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"
 
 
 def record(result: dict[str, Any], host: str, **overrides: Any) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def recorded(version: str) -> dict[str, Any]:
 def parse(argv: list[str], version: str) -> dict[str, Any]:
     """All arguments by name. Unknown options are accepted and kept out. Raises `Refused`."""
     arguments: dict[str, Any] = recorded(version)["arguments"]
+    argv = _with_config(argv)
     index = 0
     while index < len(argv):
         option = argv[index]
@@ -66,6 +67,23 @@ def parse(argv: list[str], version: str) -> dict[str, Any]:
     if not arguments["model_path"]:
         raise Refused("the following arguments are required: --model-path/--model")
     return _resolved(arguments)
+
+
+def _with_config(argv: list[str]) -> list[str]:
+    """The file of `--config` put before the command line, as SGLang does; plain `name: value` lines only."""
+    if "--config" not in argv:
+        return argv
+    at = argv.index("--config")
+    path = Path(argv[at + 1] if at + 1 < len(argv) else "")
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        raise SystemExit(f"ValueError: Config file not found: {path}")
+    words = []
+    for line in path.read_text().splitlines():
+        name, colon, value = line.partition(":")
+        if colon and not line.startswith("#"):
+            text = value.strip()
+            words += [f"--{name.strip()}", str(json.loads(text)) if text.startswith('"') else text]
+    return words + argv[:at] + argv[at + 2 :]
 
 
 def _converted(name: str, default: object, values: list[str]) -> object:
