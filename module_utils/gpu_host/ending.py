@@ -152,6 +152,24 @@ class Ending:
             if target is not None:
                 self._victims[identity] = _Victim(finding, target, self._clock())
 
+    def _let_go(self, processes: Mapping[int, Process], chosen: Mapping[int, Finding]) -> None:
+        """Drop those that execute another program by now, which nobody judged a server: pid and start time stay.
+
+        A new name alone is no other program: workers rename themselves while they start.
+        """
+        for identity, victim in list(self._victims.items()):
+            pid, start_ticks = identity
+            now = processes.get(pid)
+            if victim.ended is not None or pid in chosen or now is None or now.start_ticks != start_ticks:
+                continue
+            was = victim.finding.process.exe_name
+            if was and now.exe_name not in ("", was):
+                name = victim.first.process.name
+                self._outcome.notes.append(f"process {pid} was {name}, runs {now.name} now: let go")
+                victim.target.close()
+                del self._victims[identity]
+                self._wrapped = [one for one in self._wrapped if one is not victim]
+
     def _alive(self) -> list[_Victim]:
         return [victim for victim in self._victims.values() if victim.ended is None]
 
@@ -215,7 +233,9 @@ class Ending:
         if alive:
             wait_any(self._proc, [victim.target for victim in alive], deadline.capped(LOOK_SECONDS))
         self._collect()
-        self._track(self._look()[1])
+        processes, chosen = self._look()
+        self._track(chosen)
+        self._let_go(processes, chosen)
         self._collect()
         return self._alive()
 
