@@ -225,7 +225,7 @@ KERNEL_BUILD: dict[str, dict[str, Any]] = {
     "cmake_options": {"type": "dict", "default": {}},
     "environment": {"type": "dict", "default": {}},
     "cuobjdump": {"type": "str", "default": ""},
-    "build_folder": {"type": "str", "default": "/var/lib/gpu-host/kernels"},
+    "build_folder": {"type": "str", "default": "/var/cache/sgl-kernel"},
     "timeout": {"type": "float", "default": 10800},
     "patience": {"type": "float", "default": 0},
 }
@@ -237,7 +237,6 @@ JIT_CACHE: dict[str, dict[str, Any]] = {
     "compute_capability": {"type": "str", "default": ""},
     "environment": {"type": "dict", "default": {}},
     "archive": {"type": "str", "default": ""},
-    "key": {"type": "dict", "default": {}},
     "timeout": {"type": "float", "default": 600},
 }
 

@@ -1,0 +1,38 @@
+"""What the checks before a deployment found, kept on the control node: one JSON file a host and part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from . import records
+
+FOLDER = "preflight"
+_KEPT = ("schema", "part", "passed", "findings", "skipped", "all_reduce", "facts", "msg", "seconds")
+
+
+def path_of(host: str, part: str, folder: Path | None = None) -> Path:
+    """Where the newest report of a host's part lies; the host's name can't lead elsewhere."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
+    return (folder or records.artifacts_folder()) / FOLDER / f"{name}-{part}.json"
+
+
+def write(host: str, returned: dict[str, Any], folder: Path | None = None) -> str:
+    """Keep the report of a call that judged something; its path, '' where there is none or it can't be written."""
+    if returned.get("part") not in ("host", "plan"):
+        return ""
+    target = path_of(host, returned["part"], folder)
+    report = {"host": host, "when": records.timestamp(), **{key: returned[key] for key in _KEPT if key in returned}}
+    passing = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        passing.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        os.replace(passing, target)
+    except OSError as error:
+        returned.setdefault("warnings", []).append(f"The report {target} could not be written: {error.strerror}.")
+        return ""
+    return str(target)
