@@ -287,7 +287,7 @@ def _without_entry(
 ) -> Diagnosis:
     if not failed:
         return Diagnosis(id=HEALTHY, phase=startup_phases.phase_of("\n".join(every[first:])))
-    line = line or _first_to_read(lines)
+    line = line or _first_to_read(lines) or _last_said(lines)
     until = line.number if line else len(every)
     return Diagnosis(
         id=UNKNOWN,
@@ -309,6 +309,10 @@ def _first_to_read(lines: Sequence[_Line]) -> _Line | None:
         following = [other for other in failures if other.number > line.number and other.text.strip()]
         return following[0] if following else line
     return failures[0] if failures else None
+
+
+def _last_said(lines: Sequence[_Line]) -> _Line | None:
+    return next((line for line in reversed(lines) if line.text.strip() and not line.ignored), None)
 
 
 def _signal(status: int | None) -> int | None:

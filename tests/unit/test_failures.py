@@ -216,6 +216,11 @@ def test_an_unknown_failure_names_the_line_to_read_first_its_rank_and_phase():
     assert found.sentence.endswith(found.evidence_line)
 
 
+def test_an_end_without_a_word_of_failure_names_the_last_line_said():
+    found = failures.diagnose("[2026-01-01 00:00:00] Load weight begin. avail mem=1 GB\nno such flag\n\n", 1)
+    assert (found.id, found.evidence_line, found.phase) == (failures.UNKNOWN, "no such flag", "weights")
+
+
 def test_a_headline_alone_is_no_cause():
     found = failures.diagnose((RECORDED / "made/unknown-inside-common-ops.log").read_text())
     assert found.id == failures.UNKNOWN
