@@ -1,0 +1,1 @@
+"""Real SGLang on a CPU, deployed and reset by the playbooks: see README.md."""
