@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit integration lab molecule bench test-gpu mutants docs score clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule bench test-gpu mutants docs score clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -43,7 +43,7 @@ simulator-stop:  ## Stop the simulated host
 demo: simulator-start  ## Start the simulated host with a hung server and reset it
 	@$(BIN)/ansible-playbook -i inventory/simulated playbooks/reset.yml
 
-test: lint unit integration lab molecule  ## Everything: lint, unit, integration, lab hosts, molecule
+test: lint unit kill-coverage integration lab molecule  ## Everything: lint, unit, integration, lab hosts, molecule
 
 lint: setup  ## ruff, mypy, yamllint, ansible-lint
 	$(BIN)/ruff check .
@@ -53,6 +53,15 @@ lint: setup  ## ruff, mypy, yamllint, ansible-lint
 
 unit: setup  ## Unit tests
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+# What decides whom a reset ends, and the tests of it alone: other tests may not lend their coverage.
+DECIDES_A_KILL := command_line ending managers processes scope signals survey
+empty :=
+comma := ,
+kill-coverage: setup  ## Branch coverage of the code that decides a kill: 95 % or more
+	$(BIN)/coverage run --data-file=.coverage.kill -m pytest -q $(DECIDES_A_KILL:%=tests/unit/test_%.py)
+	$(BIN)/coverage report --data-file=.coverage.kill --fail-under=95 \
+	  --include=$(subst $(empty) $(empty),$(comma),$(DECIDES_A_KILL:%=module_utils/gpu_host/%.py))
 
 integration: simulator  ## Tests on the simulated host
 	$(BIN)/python -m pytest tests/integration $(PYTEST_ARGS)

@@ -38,6 +38,8 @@ LAUNCHER = textwrap.dedent(
     """
 )
 
+WORKER = "from multiprocessing.spawn import spawn_main"
+
 
 class Nursery:
     """Starts processes and ends every one of them by pid when the test is over."""
@@ -61,6 +63,8 @@ class Nursery:
         else:
             self.start(["bash", "-c", "setsid " + " ".join(command) + " & exit 0"], env, keep=False)
         wait_for(ready.exists)
+        # Titles come a moment later; until then the workers are children of another name.
+        wait_for(lambda: not any(WORKER in line for line in self.living().values()))
         return self.pid_of("sglang.launch_server")
 
     def typed(self, line: str, main: str = "orderly") -> int:

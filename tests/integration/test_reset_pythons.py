@@ -1,0 +1,75 @@
+"""The reset under every Python that a managed host may have, by each of the two ways in which it gets there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_control import lean
+from gpu_host import arguments
+
+from simulator.host import SimulatedHost
+from tests.unit.real_pythons import pythons
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHost]:
+    with SimulatedHost(tmp_path_factory.mktemp("simulated") / "host").create() as host:
+        yield host
+
+
+def parameters(host: SimulatedHost) -> dict[str, Any]:
+    folder = host.folder
+    return {name: spec["default"] for name, spec in arguments.GPU_RESET.items()} | {
+        "own_processes_only": True,
+        "scope_folder": str(folder),
+        "device_folder": str(folder / "dev"),
+        "shm_folder": str(folder / "shm"),
+        "state_folder": str(folder / "host-state"),
+        "lock_folders": [str(folder / "home" / ".cache" / "torch_extensions")],
+        "grace": 0.2,
+    }
+
+
+def by_the_lean_path(python: str, host: SimulatedHost) -> dict[str, Any]:
+    package = lean.sources(ROOT / "module_utils" / "gpu_host", "reset")
+    program = lean.program(package, "reset", parameters(host), check_mode=False, diff=False)
+    command = [python, "-c", lean.BOOTSTRAP]
+    done = subprocess.run(
+        command, input=program, capture_output=True, env=os.environ | host.reset_environment(), timeout=60
+    )
+    return dict(json.loads(done.stdout))
+
+
+def by_an_import(python: str, host: SimulatedHost) -> dict[str, Any]:
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from gpu_host import reset;"
+        " print(json.dumps(reset.run(json.loads(sys.argv[2]), False)))"
+    )
+    done = subprocess.run(
+        [python, "-c", program, str(ROOT / "module_utils"), json.dumps(parameters(host))],
+        capture_output=True,
+        env=os.environ | host.reset_environment(),
+        timeout=60,
+    )
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("python", pythons(), ids=lambda path: Path(path).parent.parent.name)
+@pytest.mark.parametrize("way", [by_the_lean_path, by_an_import])
+def test_a_hung_server_ends_and_the_bystander_lives(way: Any, python: str, host: SimulatedHost) -> None:
+    server = host.start_server("hung", gpus=[0, 1], tp=2, IGNORE_TERM=1).wait_ready()
+    job = host.start_data_job()
+    record = way(python, host)
+    assert record["verdict"] == "clean", record["reason"]
+    assert record["simulated"]
+    assert server.main_pid in {row["pid"] for row in record["killed"]}
+    assert job.alive()
+    assert not server.processes()
