@@ -104,6 +104,10 @@ options:
     description: User that the server runs as; empty is the one that the module runs as.
     type: str
     default: ""
+  working_folder:
+    description: Folder that the server runs in; empty is its user's home.
+    type: str
+    default: ""
   grace:
     description: Seconds that a stop waits for running requests before it kills.
     type: float

@@ -151,6 +151,7 @@ SERVER_LAUNCH: dict[str, dict[str, Any]] = {
     "node_rank": {"type": "int", "default": 0},
     "dist_init_addr": {"type": "str", "default": ""},
     "user": {"type": "str", "default": ""},
+    "working_folder": {"type": "str", "default": ""},
     "grace": {"type": "float", "default": 30},
     "restart": {"type": "bool", "default": True},
     "restart_seconds": {"type": "float", "default": 10},
@@ -187,6 +188,7 @@ GPU_HOST_INFO: dict[str, dict[str, Any]] = {
     "environment": {"type": "dict", "default": {}},
     "environment_file": {"type": "str", "default": ""},
     "secret_files": _strings(),
+    "key": {"type": "bool", "default": False},
     "shm_folder": {"type": "str", "default": "/dev/shm"},
     "min_shm_free_mib": {"type": "int", "default": 0},
     "min_ram_mib": {"type": "int", "default": 0},
@@ -299,6 +301,7 @@ _FOLDERS = (
     "config_folder",
     "log_folder",
     "logrotate_folder",
+    "working_folder",
 )
 
 

@@ -30,6 +30,7 @@ class Deployment:
     log: str = ""
     log_from: int = 0  # size of the log (bytes) when this one was started
     user: str = ""
+    folder: str = ""  # that it runs in
     files: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     environment_file: str = ""

@@ -52,6 +52,7 @@ SEARCHED_BYTES = 32 << 20  # of the log, for the begin of a restart
 TAIL_BYTES = 256 << 10  # of the log, for the control node
 EVIDENCE_FILE_BYTES = 512 << 10
 _ACCESS = re.compile(rb'"(?:GET|POST|HEAD|PUT) \S+ HTTP/')
+_ENDING = re.compile(rb"^.*(?:kill_process_tree called:|Draining requests and shutting down).*$", re.MULTILINE)
 FINISHED = ("ready", "drain")
 
 
@@ -230,7 +231,8 @@ class Health:
             return startup_phases.Progress("ready")
         key = (self._carry.get("log_at"), len(self._text))
         if getattr(self, "_parsed", (None, None))[0] != key:
-            found = startup_phases.progress_of(self._text.decode("utf-8", "replace"))
+            # How SGLang ends its processes says nothing about how far they had come.
+            found = startup_phases.progress_of(_ENDING.sub(b"", self._text).decode("utf-8", "replace"))
             self._parsed = (key, found)
         return self._parsed[1]
 

@@ -80,7 +80,7 @@ class Wanted:
             unit=one.unit,
             argv=one.argv,
             exe=one.argv[0],
-            cwd=_home(one.user),
+            cwd=one.folder,
             environment=dict(one.environment),
             environment_file=one.environment_file,
             gpu_uuids=one.gpu_uuids,
@@ -238,13 +238,14 @@ class Launch:
         argv = commands.argv(serving, config_path)
         environment_path = os.path.join(params["config_folder"], f"{self._name}.env")
         log = os.path.join(params["log_folder"], f"{self._name}.log")
+        folder = params["working_folder"] or _home(self._user)
         plan = server_unit.UnitPlan(
             name=self._name,
             command=argv,
             environment_files=[environment_path, *([params["environment_file"]] if params["environment_file"] else [])],
             log=log,
             user=self._user,
-            folder=_home(self._user),
+            folder=folder,
             grace=params["grace"],
             restart=params["restart"],
             restart_seconds=params["restart_seconds"],
@@ -272,6 +273,7 @@ class Launch:
             gpu_uuids=uuids,
             log=log,
             user=self._user,
+            folder=folder,
             files=files,
             environment=variables,
             environment_file=params["environment_file"],

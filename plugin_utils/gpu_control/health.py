@@ -24,7 +24,7 @@ Show = Callable[[str], None]
 class Heartbeat:
     """Repeats the last line of progress while a call to the host takes longer than usual (a proof, a slow host)."""
 
-    def __init__(self, show: Show, seconds: float = LINE_SECONDS) -> None:
+    def __init__(self, show: Show, seconds: float) -> None:
         self._show = show
         self._seconds = seconds
         self._line = ""
@@ -58,7 +58,7 @@ def follow(call: Call, params: dict[str, Any], host: str, show: Show) -> dict[st
     `call` sends `params` as they are at that moment: each slice gets what the one before it handed on.
     """
     params.update(carry={}, one_slice=True, run_id=params["run_id"] or records.new_run_id())
-    with Heartbeat(lambda text: show(f"{host}: {text}")) as heartbeat:
+    with Heartbeat(lambda text: show(f"{host}: {text}"), LINE_SECONDS) as heartbeat:
         while True:
             result = call()
             if "carry" not in result or result.get("ended"):
@@ -77,7 +77,7 @@ def completed(result: dict[str, Any], params: dict[str, Any], host: str) -> dict
     if log and not result.get("timed_out"):
         found = failures.diagnose(log, result.get("exit_status"), stuck=verdict == "stuck")
         result["diagnosis"] = {key: value for key, value in asdict(found).items() if key != "also"}
-        if found.id != failures.HEALTHY:
+        if found.known or found.evidence_line:
             result["msg"] = f"{result['msg']} {found.sentence}"
     if files:
         folder = _keep(files, host, params)
