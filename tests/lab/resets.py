@@ -62,9 +62,9 @@ def program(given: dict[str, Any], check: bool = False) -> bytes:
     return lean.program(sources(), "reset", params(**given), check_mode=check, diff=False)
 
 
-def interpreter(environment: str = "", sudo: bool = False) -> str:
+def interpreter(sudo: bool = False) -> str:
     """The shell command that reads a program: as the action plugin has it."""
-    return f"{'sudo ' if sudo else ''}{environment} /usr/bin/python3 -c {shlex.quote(lean.BOOTSTRAP)}".strip()
+    return f"{'sudo ' if sudo else ''}/usr/bin/python3 -c {shlex.quote(lean.BOOTSTRAP)}"
 
 
 def _start(command: list[str], text: bytes) -> subprocess.Popen[bytes]:
@@ -82,22 +82,23 @@ def reset(
     *,
     check: bool = False,
     user: str = "root",
-    environment: str = "",
+    sudo: bool = True,
     timeout: float = 60,
     **given: Any,
 ) -> dict[str, Any]:
     """Reset the host over one ssh exec, as the action plugin does; returns the run record.
 
-    ``environment`` are assignments for the shell; a user who is not root goes through sudo.
+    A user who is not root goes through sudo, unless told not to.
     """
-    return finish(start_reset(host, check=check, user=user, environment=environment, **given), timeout)
+    return finish(start_reset(host, check=check, user=user, sudo=sudo, **given), timeout)
 
 
 def start_reset(
-    host: Host, *, check: bool = False, user: str = "root", environment: str = "", **given: Any
+    host: Host, *, check: bool = False, user: str = "root", sudo: bool = True, ssh: bool = True, **given: Any
 ) -> subprocess.Popen[bytes]:
-    """The same, left to itself; ``finish`` waits for it."""
-    command = host.ssh_command(interpreter(environment, sudo=user != "root"), user=user)
+    """The same, left to itself; ``finish`` waits for it. Without ``ssh``, which needs systemd, by another way in."""
+    words = interpreter(sudo=sudo and user != "root")
+    command = host.ssh_command(words, user=user) if ssh else host.enter(words)
     return _start(command, program(given, check))
 
 
@@ -149,10 +150,14 @@ def until(happened: Callable[[], object], what: str, seconds: float = 15.0) -> N
 
 
 def leave_orphans(server: Server, early: bool = False) -> set[int]:
-    """Kill the main: once it serves, or with ``early`` as soon as its children are spawned; the pids left behind."""
+    """Kill the main of a server; the pids left behind.
+
+    Once it serves, or with ``early`` as soon as its children are there: for TP 8 a resource tracker, eight schedulers
+    and a detokenizer.
+    """
     host = server.host
     if early:
-        until(lambda: len(server.tree()) > 9, "the server's children")
+        until(lambda: len(server.tree()) > 10, "the server's children")
     orphans = numbers(server.tree()) - {server.pid}
     host.kill(server.pid)
     until(lambda: not host.alive(server.pid), "the main to end")
@@ -233,6 +238,13 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def members_file(host: Host, unit: str) -> str:
+    """Where a pid is written to make its process a member of the unit."""
+    group = host.exec(["systemctl", "show", unit, "-p", "ControlGroup", "--value"]).stdout.strip()
+    root = "/sys/fs/cgroup/systemd" if host.exec("test -d /sys/fs/cgroup/systemd", check=False).returncode == 0 else ""
+    return f"{root or '/sys/fs/cgroup'}{group}/cgroup.procs"
 
 
 BYSTANDERS = f"""

@@ -17,6 +17,7 @@ from tests.lab.resets import (
     bystanders,
     leave_orphans,
     living,
+    members_file,
     numbers,
     pids,
     reset,
@@ -61,13 +62,6 @@ def main_under(host: Host, parent: int) -> Server:
     server = Server(host, children()[0], 30000, "")
     until(lambda: min(host.state.used_mib(index) for index in range(2)) > 500, "the server to take its GPUs")
     return server
-
-
-def members_file(host: Host, unit: str) -> str:
-    """Where a pid is written to make its process a member of the unit."""
-    group = host.exec(["systemctl", "show", unit, "-p", "ControlGroup", "--value"]).stdout.strip()
-    root = "/sys/fs/cgroup/systemd" if host.exec("test -d /sys/fs/cgroup/systemd", check=False).returncode == 0 else ""
-    return f"{root or '/sys/fs/cgroup'}{group}/cgroup.procs"
 
 
 def unit_of(host: Host, pid: int) -> str:
