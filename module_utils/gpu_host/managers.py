@@ -96,6 +96,7 @@ class Managers:
         self._proc = proc
         self._run = run
         self.unanswered: list[str] = []
+        self._silent_units: set[str] = set()
         self.notes: list[str] = []
 
     def of(self, process: Process, deadline: Deadline) -> Manager | None:
@@ -128,7 +129,10 @@ class Managers:
         return answer.stdout if answer.returncode == 0 else None
 
     def _unit(self, unit: str, deadline: Deadline) -> Manager | None:
+        asked = len(self.unanswered)
         text = self._ask(["systemctl", "show", unit, "-p", "Id,MainPID,Restart,LoadState"], deadline)
+        if len(self.unanswered) > asked:
+            self._silent_units.add(unit)
         facts = dict(line.split("=", 1) for line in (text or "").splitlines() if "=" in line)
         if facts.get("LoadState") != "loaded":
             return None
@@ -163,6 +167,10 @@ class Managers:
             if not finding.main:
                 continue
             manager = self.of(finding.process, deadline)
+            silent = unit_of(self._proc.systemd_cgroup(finding.process.pid))
+            if manager is None and silent in self._silent_units and not NEVER_STOPPED.match(silent):
+                unknown = "unknown, since systemctl does not answer"
+                left[silent] = Manager("unit", silent, finding.process.pid, unknown, "systemctl")
             pids = self._stoppable(manager, chosen, processes) if manager is not None else set()
             if manager is not None and pids:
                 stops.setdefault(manager.name, Stop(manager, frozenset(pids)))

@@ -129,6 +129,9 @@ def test_a_systemd_that_does_not_answer_does_not_hold_up_the_reset(gpu_host: Hos
         os.kill(gpu_host.init, signal.SIGCONT)
     assert took < 30
     assert pids(record) == tree
+    # It is set to restart its server, and will when it wakes up.
+    assert record["verdict"] == "dirty"
+    assert "unit sglang.service" in record["reason"] and "systemctl does not answer" in record["reason"]
     assert living(gpu_host, tree) == set()
     gpu_host.exec(["systemctl", "stop", "sglang.service"])
 

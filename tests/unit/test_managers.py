@@ -200,10 +200,10 @@ def test_inside_a_container_its_runtime_is_not_asked(host: Host) -> None:
     assert not [asked for asked in host.asked if asked.startswith("docker")]
 
 
-def test_a_manager_that_does_not_answer_is_noted_and_nothing_is_stopped_as_a_whole(host: Host) -> None:
+def test_a_manager_that_does_not_answer_is_told_since_it_may_restart_its_server(host: Host) -> None:
     serve(host)
     host.silent = True
-    assert host.plan() == ({}, [])
+    assert host.plan() == ({}, ["sglang.service"])
     assert host.managers.unanswered == ["systemctl did not end in time"]
 
 
