@@ -94,6 +94,10 @@ options:
     type: list
     elements: str
     default: []
+  key:
+    description: Whether the server asks for an API key.
+    type: bool
+    default: false
   shm_folder:
     description: Where shared memory is mounted.
     type: str

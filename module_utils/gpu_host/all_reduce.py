@@ -66,7 +66,7 @@ dist.destroy_process_group()
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     process: subprocess.Popen[bytes]
     phase: str = "start"
@@ -198,12 +198,15 @@ def _follow(ranks: list[_Rank], deadline: Deadline) -> tuple[int, _Rank] | None:
                 rank.errors = (rank.errors + data)[-(1 << 16) :]
             else:
                 rank.read(data)
+        silent = [rank for rank in ranks if not any(one is rank for one, _ in streams.values())]
         for number, rank in enumerate(ranks):
-            if rank.process.poll() not in (None, 0) and not any(one is rank for one, _ in streams.values()):
-                return number, rank
+            if rank in silent and rank.phase != "done":
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(min(2.0, deadline.remaining()))
+                    return number, rank
         if deadline.expired():
             return None
-    return next(((n, r) for n, r in enumerate(ranks) if r.process.poll() not in (None, 0) and r.phase != "done"), None)
+    return None
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

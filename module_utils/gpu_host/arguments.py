@@ -242,6 +242,48 @@ JIT_CACHE: dict[str, dict[str, Any]] = {
     "timeout": {"type": "float", "default": 600},
 }
 
+# Left out of every model: what training left, other formats of the same weights, and the repositories' own files.
+USELESS_FILES = (
+    "training_state.pt", "optimizer.pt", "scheduler.pt", "rng_state*.pth", "training_args.bin", "trainer_state.json",
+    "consolidated*", "original", "onnx", "openvino", "runs", "*.gguf", "*.ggml", ".git*", ".cache", ".no_exist",
+    "*.part", "*.incomplete", ".model-staging.json",
+)  # fmt: skip
+
+MODEL_STAGING: dict[str, dict[str, Any]] = {
+    "models": {
+        "type": "list",
+        "elements": "dict",
+        "required": True,
+        "options": {
+            "path": {"type": "str", "required": True},
+            "source": {"type": "str", "default": ""},
+            "tokenizer": {"type": "bool", "default": True},
+        },
+    },
+    "phase": {"type": "str", "choices": ["look", "stage", "seed", "stop"], "default": "stage"},
+    "pythons": _strings(),
+    "endpoint": {"type": "str", "default": ""},
+    "token_file": {"type": "str", "default": ""},
+    "xet": {"type": "bool", "default": True},
+    "exclude": _strings(USELESS_FILES),
+    "sha256": {"type": "bool", "default": False},
+    "refresh": {"type": "bool", "default": False},
+    "replace": {"type": "bool", "default": False},
+    "keep_previous": {"type": "bool", "default": False},
+    "parallel": {"type": "int", "default": 4},
+    "stall": {"type": "float", "default": 60},
+    "attempts": {"type": "int", "default": 3},
+    "reserve_mib": {"type": "int", "default": 1024},
+    "rsync_shell": {"type": "str", "default": "ssh -o BatchMode=yes -o ConnectTimeout=10"},
+    "rclone_config": {"type": "str", "default": ""},
+    "fan_out": {"type": "bool", "default": False},
+    "swarm": {"type": "dict", "default": {}},
+    "timeout": {"type": "float", "default": 86400},
+    "patience": {"type": "float", "default": 0},
+    "task": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+}
+
 SERVER_HEALTH: dict[str, dict[str, Any]] = {
     "name": {"type": "str", "default": "sglang"},
     "main_pid": {"type": "int", "default": 0},
@@ -277,6 +319,23 @@ NCCL_ENVIRONMENT: dict[str, dict[str, Any]] = {
     "server_arguments": {"type": "dict", "default": {}},
 }
 
+SERVER_WATCH: dict[str, dict[str, Any]] = {
+    "name": {"type": "str", "default": "sglang"},
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+    "every": {"type": "float", "default": 300},
+    "hook": _strings(),
+    "restart": {"type": "list", "elements": "str", "choices": ["zombie", "hung"], "default": []},
+    "restarts_a_day": {"type": "int", "default": 3},
+    "confirm_seconds": {"type": "float", "default": 10},
+    "timeout": {"type": "float", "default": 15},
+    "grace": {"type": "float", "default": 30},
+    "unit_folder": {"type": "str", "default": "/etc/systemd/system"},
+    "interpreter": {"type": "str", "default": "/usr/bin/python3"},
+    "bootstrap": {"type": "str", "default": ""},
+    "program": {"type": "str", "default": "", "no_log": True},  # no secret, but long
+    **_PATTERNS,
+}
+
 _SECONDS = (
     "grace",
     "kill_timeout",
@@ -289,6 +348,8 @@ _SECONDS = (
     "stall",
     "slice_seconds",
     "request_seconds",
+    "every",
+    "confirm_seconds",
 )
 _MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib")
 _FOLDERS = (

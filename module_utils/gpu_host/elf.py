@@ -48,7 +48,7 @@ def read(path: str) -> Library:
     with open(path, "rb") as file:
         try:
             return _read(file.fileno())
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             raise ElfError(f"{path} is no whole ELF file: {error}") from error
 
 
@@ -59,7 +59,7 @@ def sections(path: str, names: Iterable[str]) -> list[tuple[int, int]]:
         try:
             parts, texts = _parts(file.fileno())
             return [(one.offset, one.size) for one in parts if one.kind != _NOBITS and _name(texts, one.name) in wanted]
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             raise ElfError(f"{path} is no whole ELF file: {error}") from error
 
 

@@ -185,7 +185,7 @@ def _plan(
         environment=environment,
         arguments=params["arguments"],
         host=params["host"],
-        key=bool(params["secret_files"]),
+        key=params["key"],
     )
     found = plan_checks.check(packages, plan)
     target, drafter = _config(params["model_path"]), _config(params["drafter_path"])

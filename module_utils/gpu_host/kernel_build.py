@@ -1,8 +1,8 @@
 """Builds the kernel package for a host's GPUs, or takes a wheel, installs it for the server's Python and checks it.
 
 A wheel is kept under a key made of the source's commit, CUDA, torch, Python, architecture and options. What is
-installed is remembered with the digest of its file list, so that an unchanged host costs one look. The long parts (fetching,
-compiling, installing) are jobs of their own (job.py), which later calls follow.
+installed is remembered with the digest of its file list, so that an unchanged host costs one look. The long parts
+(fetching, compiling, installing) are jobs of their own (job.py), which later calls follow.
 """
 
 from __future__ import annotations

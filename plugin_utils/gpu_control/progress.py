@@ -2,8 +2,8 @@
 
 A module that can't finish within one call (a build, a copy, a start) works in a process of its own on the host and
 returns ``unfinished: true`` with ``progress``, one line for people. It is called again with the same parameters until
-it has finished; each call waits for news for ``patience`` seconds. A connection that is lost costs a call, not the work:
-the next run of the play finds it going on, or finished.
+it has finished; each call waits for news for ``patience`` seconds. A connection that is lost costs a call, not the
+work: the next run of the play finds it going on, or finished.
 """
 
 from __future__ import annotations

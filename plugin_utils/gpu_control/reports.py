@@ -21,11 +21,21 @@ def path_of(host: str, part: str, folder: Path | None = None) -> Path:
     return (folder or records.artifacts_folder()) / FOLDER / f"{name}-{part}.json"
 
 
+def warnings(host: str, returned: dict[str, Any]) -> list[str]:
+    """What Ansible shows beside an error: the warnings, each with its cure and the switch that silences it."""
+    return [
+        f"{host}: {row['found']} {row['cure']} ({row['code']})"
+        for row in returned.get("findings", [])
+        if row["severity"] == "warning"
+    ]
+
+
 def write(host: str, returned: dict[str, Any], folder: Path | None = None) -> str:
     """Keep the report of a call that judged something; its path, '' where there is none or it can't be written."""
     if returned.get("part") not in ("host", "plan"):
         return ""
     target = path_of(host, returned["part"], folder)
+    returned["warnings"] = [*returned.get("warnings", []), *warnings(host, returned)]
     report = {"host": host, "when": records.timestamp(), **{key: returned[key] for key in _KEPT if key in returned}}
     passing = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
