@@ -482,8 +482,9 @@ class Launch:
             )
 
     def _stop(self) -> None:
-        deadline = Deadline(self._params["grace"] + STOP_MARGIN)
-        answer = run_command(["systemctl", "stop", self._unit_name], deadline)
+        # systemd waits once for TERM, once for KILL, and once more for what is left of the control group.
+        deadline = Deadline(3 * self._params["grace"] + STOP_MARGIN)
+        answer = run_command(["systemctl", "--no-ask-password", "stop", self._unit_name], deadline)
         if answer.returncode != 0:
             raise CannotStart(
                 f"{self._unit_name} did not stop ({(answer.stderr or answer.trouble).strip()}): reset the host, then"

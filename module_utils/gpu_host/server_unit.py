@@ -106,6 +106,41 @@ def logrotate(plan: UnitPlan) -> str:
     )
 
 
+def watch_service(name: str, interpreter: str, bootstrap: str, program: str) -> str:
+    """One look at the server. The program is its standard input, as when the control node sends it."""
+    lines = [
+        "[Unit]",
+        f"Description=One look at the SGLang server {name}",
+        "",
+        "[Service]",
+        "Type=oneshot",
+        f"StandardInput=file:{_escaped(program)}",
+        f"ExecStart={_word(interpreter)} -c {_word(bootstrap)}",
+        "# A reset and a start are the longest that it does.",
+        "TimeoutStartSec=600",
+        "# What it has started outlives it.",
+        "KillMode=process",
+    ]
+    return HEADER.replace("server_launch", "server_watch") + "\n".join(lines) + "\n"
+
+
+def watch_timer(name: str, every: float) -> str:
+    """Looks every so many seconds, counted from the end of the last look."""
+    lines = [
+        "[Unit]",
+        f"Description=Looks at the SGLang server {name}",
+        "",
+        "[Timer]",
+        f"OnActiveSec={every:g}",
+        f"OnUnitInactiveSec={every:g}",
+        "AccuracySec=1s",
+        "",
+        "[Install]",
+        "WantedBy=timers.target",
+    ]
+    return HEADER.replace("server_launch", "server_watch") + "\n".join(lines) + "\n"
+
+
 def environment_text(variables: Mapping[str, str]) -> str:
     """NAME=value lines as EnvironmentFile= reads them, in the order of their names."""
     return HEADER + "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(variables.items()))

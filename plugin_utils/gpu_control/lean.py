@@ -10,6 +10,7 @@ the call in JSON, so that no parameter stands on a command line. On its command 
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import os
 import re
@@ -112,6 +113,12 @@ def program(built: bytes, module: str, params: dict[str, Any], *, check_mode: bo
     """What calls ``gpu_host.<module>.run(params, check_mode=..., diff=...)`` and prints its result, for BOOTSTRAP."""
     call = {"module": module, "params": params, "check_mode": check_mode, "diff": diff}
     return built + json.dumps(call).encode()
+
+
+def kept(package_folder: Path, entry: str, params: dict[str, Any]) -> dict[str, str]:
+    """The same program to be kept on a host: ``bootstrap`` for the interpreter, ``program`` (base64) for its input."""
+    built = program(sources(package_folder, entry), entry, params, check_mode=False, diff=False)
+    return {"bootstrap": BOOTSTRAP, "program": base64.b64encode(built).decode()}
 
 
 def result(status: int, stdout: str, stderr: str, interpreter: str) -> dict[str, Any]:

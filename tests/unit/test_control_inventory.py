@@ -19,7 +19,8 @@ def load(inventory: Path | None = None, **environment: str) -> dict:
     """What ansible-inventory shows; without an inventory the one that ansible.cfg names."""
     chosen = ["-i", str(inventory)] if inventory else []
     done = subprocess.run(
-        ["ansible-inventory", "--list", *chosen],
+        # As plays see it: by itself it would take this folder for a playbook's, and its group_vars before all others.
+        ["ansible-inventory", "--list", "--playbook-dir", "playbooks", *chosen],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -30,15 +31,25 @@ def load(inventory: Path | None = None, **environment: str) -> dict:
     return json.loads(done.stdout)
 
 
+def _file(path: Path) -> dict:
+    return yaml.safe_load(path.read_text()) if path.exists() else {}
+
+
 @pytest.mark.parametrize("inventory", INVENTORIES, ids=lambda path: path.name)
 def test_group_vars_load_with_every_inventory(inventory):
     loaded = load(inventory)
-    assert (inventory / "group_vars").resolve() == ROOT / "group_vars"
+    for name in GROUP_VARS:
+        assert (inventory / "group_vars" / f"{name}.yml").resolve() == ROOT / "group_vars" / f"{name}.yml"
     hosts = yaml.safe_load((inventory / "hosts.yml").read_text())["all"]["children"]["gpu_hosts"]["children"][
         "blackwell"
-    ]["hosts"]
-    assert hosts
-    for host, own in hosts.items():
+    ]
+    groups = {None: hosts, **hosts.get("children", {})}
+    assert any(facts.get("hosts") for facts in groups.values())
+    for host, own in (
+        (host, {**(own or {}), **_file(inventory / "group_vars" / f"{group}.yml")})
+        for group, facts in groups.items()
+        for host, own in facts.get("hosts", {}).items()
+    ):
         expected = set().union(*(GROUP_VARS[group] for group in ("all", "gpu_hosts", "blackwell")))
         missing = expected - set(loaded["_meta"]["hostvars"][host])
         assert not missing
@@ -81,3 +92,17 @@ def test_every_key_of_ansible_cfg_does_something():
         ["ansible-config", "validate", "-t", "all"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_original_deployment_stands_ready_in_the_example():
+    loaded = load(ROOT / "inventory/example")["_meta"]["hostvars"]["gpu01.example.com"]
+    assert loaded["sglang_arguments"] == {
+        "tp_size": 8,
+        "mem_fraction_static": 0.88,
+        "num_continuous_decode_steps": 4,
+        "disable_custom_all_reduce": True,
+        "trust_remote_code": True,
+        "max_running_requests": 48,
+    }
+    assert (loaded["nccl_env_profile"], loaded["sglang_speculation"]["algorithm"]) == ("latency", "EAGLE3")
+    assert loaded["sglang_model_path"] and loaded["sglang_drafter_path"] and loaded["sglang_host"] == "127.0.0.1"

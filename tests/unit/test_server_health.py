@@ -365,7 +365,7 @@ def look_at(environments: dict[int, dict[str, str] | None], *gpus: Gpu, profile:
     proof = Proof(Endpoint("127.0.0.1", 1), expected, Deadline(1), lambda: True)
     workers: Any = [Worker(pid) for pid in environments]
     readings = Readings("nvml", "1", "1", gpus, None)
-    proof.workers(Environments(environments), workers, readings, frozenset(environments))  # type: ignore[arg-type]
+    proof.workers(Environments(environments), workers, readings, frozenset(environments))
     return proof
 
 
