@@ -33,6 +33,8 @@ MIB_PER_JOB = 4096
 MEMORY_SHARE = 0.85
 # Installed beside the build, not into the server's environment. torch is the server's own: hence no build isolation.
 TOOLS = ("scikit-build-core>=0.10", "cmake>=3.26", "ninja", "wheel")
+# Beside a wheel of which no call has told yet that it was built.
+_NEW = "new"
 _NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]", re.M)  # pip indents what a build prints
 _OUT_OF_MEMORY = re.compile(r"Killed signal terminated|\bKilled\b|virtual memory exhausted|std::bad_alloc|signal 9\b")
 
@@ -137,12 +139,18 @@ class Build:
             if not self._build(source, setting, key):
                 return self.result
             wheel = self._kept_wheel(key)
-            self.result.update(built=True, changed=True)
         self.result["wheel"] = wheel
         if self.params["state"] == "built":
+            self._tell_built(key)
             self.result["msg"] = f"The wheel is {wheel}."
             return self.result
         return self._install(wheel, key)
+
+    def _tell_built(self, key: str) -> None:
+        """Say once that the wheel is new: an earlier call of this run may have built it."""
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self.root}/wheels/{key}/{_NEW}")
+            self.result.update(built=True, changed=True)
 
     def _published(self) -> dict[str, Any]:
         """No source: the wheel that is named (a file, or a requirement such as sglang-kernel==0.4.10)."""
@@ -379,7 +387,8 @@ class Build:
 
     def _pip(self) -> list[str]:
         python = self.params["python"]
-        if run_command([python, "-m", "pip", "--version"], self.deadline.capped(30)).returncode == 0:
+        environment = {**os.environ, **self.extra}
+        if run_command([python, "-m", "pip", "--version"], self.deadline.capped(30), environment).returncode == 0:
             return [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
         raise BuildError(f"{python} has no pip; install it: {python} -m ensurepip (or: uv pip install pip).")
 
@@ -430,6 +439,7 @@ class Build:
         os.makedirs(passing, mode=0o755)
         os.replace(found[0], f"{passing}/{os.path.basename(found[0])}")
         write_private(f"{passing}/build.json", json.dumps(facts, indent=1))
+        write_private(f"{passing}/{_NEW}", "")
         shutil.rmtree(f"{self.root}/wheels/{key}", ignore_errors=True)
         os.rename(passing, f"{self.root}/wheels/{key}")
         shutil.rmtree(work, ignore_errors=True)
@@ -451,6 +461,7 @@ class Build:
             (self.params["package"],),
         )
         report = self._inspect()
+        self._tell_built(key)
         self.result.update(changed=True, installed=True, check=report)
         record = {
             "key": key,

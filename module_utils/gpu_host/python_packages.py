@@ -64,7 +64,7 @@ for name in folders:
     places = list(spec.submodule_search_locations or []) if spec else []
     if places:
         answer['folders'][name] = places[0]
-answer['packages'] = os.path.dirname(answer['folders'].get('torch') or answer['folders'].get('sglang') or '')
+answer['packages'] = os.path.dirname(next(iter(answer['folders'].values()), ''))
 folder = answer['folders'].get('torch')
 if folder:
     try:
