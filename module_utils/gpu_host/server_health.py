@@ -70,6 +70,17 @@ class Target:
     later_rank: bool
 
 
+@dataclass(frozen=True)
+class Collected:
+    """Evidence of a server that hangs: its folder on the host, its texts by name, the rank that it points at ('' none),
+    and where that one stands, a clause."""
+
+    folder: str
+    files: dict[str, str]
+    rank: str
+    where: str
+
+
 def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False) -> dict[str, Any]:
     """The module server_health: ``params`` are those of library/server_health.py."""
     del check_mode, diff
@@ -365,12 +376,9 @@ class Health:
 
     def _stuck(self, target: Target, progress: startup_phases.Progress, watch: Watch) -> dict[str, Any]:
         idle = watch.idle(time.monotonic())
-        folder, files, odd, stopped = self._collect(target)
-        rank = ", ".join(odd or stopped or progress.behind)
+        evidence_found = self._collect(target)
         phase = progress.phase.replace("_", " ")
-        where = (
-            f", and {rank} {'stands elsewhere than the others' if odd else 'is stopped' if stopped else 'is behind'}"
-        )
+        where = evidence_found.where or (f"{', '.join(progress.behind)} is behind" if progress.behind else "")
         alone = progress.phase in startup_watch.CPU_ALONE and time.monotonic() - watch.worked_at < (
             time.monotonic() - watch.strong_at - 1
         )
@@ -381,17 +389,17 @@ class Health:
         )
         return self._end(
             "stuck",
-            f"in the phase {phase}{where if rank else ''}: {why}.",
+            f"in the phase {phase}{f', and {where}' if where else ''}: {why}.",
             phase=progress.phase,
-            rank=rank,
+            rank=evidence_found.rank or ", ".join(progress.behind),
             alive=True,
-            evidence=folder,
-            evidence_files=files,
+            evidence=evidence_found.folder,
+            evidence_files=evidence_found.files,
             log_tail=self._tail(target.record.log),
         )
 
-    def _collect(self, target: Target) -> tuple[str, dict[str, str], list[str], list[str]]:
-        """Evidence on the host, its texts for the control node, the ranks that stand elsewhere, the stopped ones."""
+    def _collect(self, target: Target) -> Collected:
+        """Evidence on the host, and which rank it points at: one that stands elsewhere, is stopped, or is alone."""
         tree = self._tree(target)
         folder = evidence.collect(
             self._state_folder,
@@ -408,10 +416,9 @@ class Health:
                     files[name] = file.read(EVIDENCE_FILE_BYTES)
             except OSError:
                 continue
-        odd = [f"{name} (pid {pid})" for name, pid, _ in stack_outliers.outliers(files.get("stacks.txt", ""))]
-        states = {process.pid: cpu_ticks(self._proc, process)[0] for process in tree}
-        stopped = [f"{one.name} (pid {one.pid})" for one in _schedulers(tree) if states[one.pid] in ("T", "t")]
-        return folder, files, odd, stopped
+        schedulers = [(one.name, one.pid) for one in _schedulers(tree)]
+        stopped = [pid for _, pid in schedulers if (one := self._proc.process(pid)) and one.state in ("T", "t")]
+        return Collected(folder, files, *stack_outliers.pointed_at(files.get("stacks.txt", ""), schedulers, stopped))
 
     def _tail(self, log: str) -> str:
         """The end of this start's log, masked."""
@@ -481,12 +488,14 @@ class Health:
             result["reason"] = f"{reason.step}: {reason} Then {result['reason']}"
             return {**result, **_shown(proof.proven)}
         more: dict[str, Any] = {}
+        said = f"{reason.step}: {reason}"
         if reason.hangs:
-            folder, files, odd, _ = self._collect(target)
-            more = {"evidence": folder, "evidence_files": files, "rank": ", ".join(odd)}
+            found = self._collect(target)
+            more = {"evidence": found.folder, "evidence_files": found.files, "rank": found.rank}
+            said = f"{reason.step}: {reason}{f' {found.where}.' if found.where else ''}"
         return self._end(
             "stuck" if reason.hangs else "failed",
-            f"{reason.step}: {reason}",
+            said,
             phase="ready",
             alive=True,
             step=reason.step,

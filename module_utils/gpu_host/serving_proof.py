@@ -26,7 +26,7 @@ from .storage import StorageError, private_folder, read_private, write_private
 
 PAUSE = 0.2  # seconds between two questions to a server that is not ready yet
 HEALTH_SECONDS = 25.0  # SGLang's own time-out of /health is 20 s
-TOP_TOKENS = 2
+TOP_TOKENS = 5  # of each place that are kept, to tell a near-tie from another answer
 ROUNDS = 6  # of prompts at most, until enough tokens were seen
 # Plain text that a drafter trained on chats has something to say to.
 PROMPTS = (
@@ -381,13 +381,16 @@ class Proof:
 
 
 def _greedy(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens of an answer, and by how much the best one led at each place (natural logarithm; None: not told)."""
+    """Tokens of an answer; by how much the best one led at each place (natural logarithm; None: not told), and over
+    which tokens: `near` has for each place [token, lead over it] of the best ones."""
     ids = meta.get("output_ids")
-    leads = []
+    leads, near = [], []
     for place in meta.get("output_top_logprobs") or []:
-        values = [entry[0] for entry in place or [] if isinstance(entry, (list, tuple)) and entry]
-        leads.append(values[0] - values[1] if len(values) > 1 else None)
-    return {"ids": ids if isinstance(ids, list) else str(meta.get("text") or "").split(), "leads": leads}
+        best = [entry for entry in place or [] if isinstance(entry, (list, tuple)) and len(entry) > 1]
+        leads.append(best[0][0] - best[1][0] if len(best) > 1 else None)
+        near.append([[entry[1], best[0][0] - entry[0]] for entry in best])
+    ids = ids if isinstance(ids, list) else str(meta.get("text") or "").split()
+    return {"ids": ids, "leads": leads, "near": near}
 
 
 def compare(baseline: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]], tie: float) -> str:
@@ -403,9 +406,16 @@ def compare(baseline: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str
             else:
                 continue
         lead = was["leads"][place] if place < len(was["leads"]) else None
-        if lead is None or lead > tie:
+        near = was["near"][place] if place < len(was.get("near") or []) else []
+        # Where the baseline itself could hardly decide, it could between few: any other token is another answer.
+        other = place < len(now["ids"]) and near and now["ids"][place] not in [token for token, by in near if by <= tie]
+        if lead is None or lead > tie or other:
             known = (
-                "it is not known how near a tie that was" if lead is None else f"the baseline led there by {lead:.2f}"
+                "it is not known how near a tie that was"
+                if lead is None
+                else f"the baseline led there by {lead:.2f}"
+                if lead > tie
+                else "that token is none of those between which the baseline could hardly decide"
             )
             raise NotProven("lossless", f"greedy answer {number} differs from token {place + 1} on, and {known}.")
         ties += 1

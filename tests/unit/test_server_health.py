@@ -155,6 +155,23 @@ def test_the_rank_that_does_not_take_part_in_the_collective_is_named() -> None:
             *(["acquire (file_baton.py:49)", "load (ext.py:1)"] if rank == 3 else waits),
         )
     assert stack_outliers.outliers(text) == [("sglang::scheduler_TP3", 13, "acquire (file_baton.py)")]
+    assert stack_outliers.innermost(text, 12) == "all_reduce (torch/distributed.py)"
+    assert stack_outliers.innermost(text, 99) == ""
+
+
+def test_a_hang_names_the_stopped_rank_else_the_odd_one_else_the_only_one_with_its_frame() -> None:
+    ranks = [(f"sglang::scheduler_TP{rank}", rank) for rank in range(3)]
+    text = "".join(section(name, pid, f"{'wait' if pid else 'load'} (a.py:{pid})") for name, pid in ranks)
+    odd = (
+        "sglang::scheduler_TP0 (pid 0)",
+        "sglang::scheduler_TP0 (pid 0) stands elsewhere than the others in load (a.py)",
+    )
+    stopped = ("sglang::scheduler_TP2 (pid 2)", "sglang::scheduler_TP2 (pid 2) is stopped in wait (a.py)")
+    assert stack_outliers.pointed_at(text, ranks, []) == odd
+    assert stack_outliers.pointed_at(text, ranks, [2]) == stopped
+    assert stack_outliers.pointed_at(text, ranks[1:2], [])[1] == "sglang::scheduler_TP1 (pid 1) stands in wait (a.py)"
+    assert stack_outliers.pointed_at("", ranks, []) == ("", "")
+    assert stack_outliers.pointed_at("", ranks, [1])[1] == "sglang::scheduler_TP1 (pid 1) is stopped"
 
 
 def test_no_rank_is_named_where_none_stands_out() -> None:
@@ -301,8 +318,12 @@ def test_a_server_that_hangs_in_the_soak_is_stuck_and_not_failed(answers: dict[s
     assert caught.value.hangs and "after 10 short completions" in str(caught.value)
 
 
-def row(ids: list[int], *leads: float | None) -> dict[str, Any]:
-    return {"ids": ids, "leads": list(leads)}
+def row(ids: list[int], *leads: float | None, near: list[Any] | None = None) -> dict[str, Any]:
+    return {"ids": ids, "leads": list(leads), **({"near": near} if near else {})}
+
+
+# At the second place the baseline can hardly decide between 2 and 7; 8 is far behind.
+TIE = [[[1, 0], [9, 9]], [[2, 0], [7, 0.1], [8, 2.0]], [[3, 0], [9, 9]]]
 
 
 @pytest.mark.parametrize(
@@ -311,6 +332,9 @@ def row(ids: list[int], *leads: float | None) -> dict[str, Any]:
         (row([1, 2, 3], 9, 9, 9), [1, 2, 3], "1 of 1 greedy answers equal"),
         (row([1, 2, 3], 9, 0.1, 9), [1, 7, 8], "0 of 1 greedy answers equal, 1 part at a near-tie"),
         (row([1, 2, 3], 9, 3.0, 9), [1, 7, 8], "differs from token 2 on, and the baseline led there by 3.00"),
+        (row([1, 2, 3], 9, 0.1, 9, near=TIE), [1, 7, 8], "0 of 1 greedy answers equal, 1 part at a near-tie"),
+        (row([1, 2, 3], 9, 0.1, 9, near=TIE), [1, 8, 3], "differs from token 2 on, and that token is none of those"),
+        (row([1, 2, 3], 9, 0.1, 9, near=TIE), [1, 5, 3], "differs from token 2 on, and that token is none of those"),
         (row([1, 2, 3]), [1, 7, 8], "it is not known how near a tie"),
         (row([1, 2, 3], 9, 9, 9), [1, 2], "differs from token 3 on"),
     ],
