@@ -96,12 +96,21 @@ def look(python: str, environment: dict[str, str], user: str = "", compare: bool
 
 def git_commit(package: str, become: Sequence[str] = ()) -> str:
     """The commit of a package that runs from a source tree, '' where it does not."""
+    if not _tracked(package, become):
+        return ""
     answer = _git(package, become, "rev-parse", "HEAD")
     return answer.strip() if len(answer.strip()) == 40 else ""
 
 
 def git_changes(package: str, become: Sequence[str] = ()) -> tuple[str, ...]:
+    if not _tracked(package, become):
+        return ()
     return tuple(line[3:] for line in _git(package, become, "status", "--porcelain", ".").splitlines()[:200])
+
+
+def _tracked(package: str, become: Sequence[str]) -> bool:
+    """Whether git knows the package itself: a virtual environment may lie inside the tree of something else."""
+    return bool(_git(package, become, "ls-files", "__init__.py").strip())
 
 
 def _git(folder: str, become: Sequence[str], *words: str) -> str:
