@@ -23,7 +23,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
         sys.path.append(str(_folder))
 
 from gpu_control import health, lean, progress, records, reports  # noqa: E402
-from gpu_host import arguments, nccl_environment  # noqa: E402
+from gpu_host import arguments, nccl_environment, staging_sources  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -36,7 +36,9 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "jit_cache": (arguments.JIT_CACHE, "jit_cache"),
     "server_launch": (arguments.SERVER_LAUNCH, "server_launch"),
     "server_health": (arguments.SERVER_HEALTH, "server_health"),
+    "server_watch": (arguments.SERVER_WATCH, "server_watch"),
     "nccl_environment": (arguments.NCCL_ENVIRONMENT, "nccl_environment"),
+    "model_staging": (arguments.MODEL_STAGING, "staging"),
 }
 
 display = Display()
@@ -61,6 +63,8 @@ class ActionModule(ActionBase):
         problems = validated.error_messages or arguments.problems(validated.validated_parameters)
         if name == "nccl_environment" and not problems:
             problems = nccl_environment.problems(validated.validated_parameters)
+        if name == "model_staging" and not problems:
+            problems = staging_sources.problems(validated.validated_parameters)
         if problems:
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
         params = validated.validated_parameters
@@ -72,8 +76,13 @@ class ActionModule(ActionBase):
                 records.artifacts_folder() / records.FILE_NAME, host
             )
 
+        if "task" in spec:
+            params["task"] = params["task"] or records.new_run_id()
         if name == "server_launch":
             params["who"] = params["who"] or records.who()
+
+        if name == "server_watch":
+            params.update(lean.kept(REPOSITORY / "module_utils" / lean.PACKAGE, "watch_look", params))
 
         interpreter = str(self._variable(task_vars, "ansible_python_interpreter") or "auto")
         if self._task.async_val or interpreter.startswith("auto") or not self._is_pipelining_enabled("new"):
