@@ -44,6 +44,7 @@ from .storage import StorageError
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0  # between two looks at the processes
 GPU_SECONDS = 4.0  # between two readings of the GPUs
+STARTING_SECONDS = 15.0  # a start is queued, its process is about to be there
 ENDING_SECONDS = 3.0  # a main process is gone, its unit is about to say so
 EVIDENCE_SECONDS = 6.0
 READ_AT_ONCE = 4 << 20  # bytes of the log
@@ -152,51 +153,46 @@ class Health:
         if record is None:
             raise NoServer(f"There is no record of a server {self._name} on this host: start it with server_launch.")
         later = server_http.option(record.argv, "--node-rank") not in ("", "0")
-        target = self._again(Target(record, None, None, later), first=True)
+        target = self._again(Target(record, None, None, later))
         if "log_from" not in self._carry:
             present = deployment.load(self._state_folder, self._name)
             restarted = target.main is not None and record.main_pid not in (0, target.main.pid)
             self._carry["log_from"] = _log_from(record.log, present.log_from if present else 0, restarted)
         return target
 
-    def _again(self, target: Target, first: bool = False) -> Target:
+    def _again(self, target: Target) -> Target:
         """The same server, looked at now. Its main process is kept by pid and start time once it is known."""
-        unit = None
-        main = self._proc.process(self._carry["main_pid"]) if self._carry.get("main_pid") else None
-        if main is not None and (main.gone or main.start_ticks != self._carry["main_ticks"]):
-            main = None
-        if main is not None:
-            return replace(target, main=main)
-        if target.record.unit:
-            unit = self._unit(target.record.unit)
-        if self._carry.get("main_pid"):  # it was there and is no more
-            return replace(target, main=None, unit=self._ended_unit(target, unit))
-        expected = self._params["main_pid"]
-        pid = unit.main_pid if unit else target.record.main_pid
-        main = self._proc.process(pid) if pid else None
-        if unit is None and main is not None and not target.record.main_alive(self._proc):
-            main = None
-        if main is not None and main.gone:
-            main = None
-        if main is not None and expected and main.pid != expected:
-            main = None  # it died and systemd has started another one already
-        if main is None and first and unit is not None and unit.job:
-            time.sleep(POLL_SECONDS)  # its start is queued
-            return self._again(target)
-        if main is not None:
-            self._carry.update(main_pid=main.pid, main_ticks=main.start_ticks)
-        return replace(target, main=main, unit=unit)
+        known = self._carry.get("main_pid")
+        if known:
+            main = self._proc.process(known)
+            if main is not None and not main.gone and main.start_ticks == self._carry["main_ticks"]:
+                return replace(target, main=main)
+        wait = Deadline(ENDING_SECONDS if known else STARTING_SECONDS)
+        while True:
+            unit = self._unit(target.record.unit) if target.record.unit else None
+            main = None if known else self._found(target, unit)
+            if main is not None:
+                self._carry.update(main_pid=main.pid, main_ticks=main.start_ticks)
+            # A unit may be about to start it, or about to say that it ended.
+            if main is not None or unit is None or unit.ended or self._another(unit) or wait.expired():
+                return replace(target, main=main, unit=unit)
+            time.sleep(0.1)
+
+    def _found(self, target: Target, unit: server_start.Unit | None) -> Process | None:
+        """The main process that was launched, or the present one where none was."""
+        if unit is None:
+            return self._proc.process(target.record.main_pid) if target.record.main_alive(self._proc) else None
+        main = self._proc.process(unit.main_pid) if unit.main_pid else None
+        return None if main is None or main.gone or self._another(unit) else main
+
+    def _another(self, unit: server_start.Unit) -> bool:
+        """Whether systemd has started another main process since the one that was launched."""
+        launched = self._carry.get("main_pid") or self._params["main_pid"]
+        return bool(launched) and unit.main_pid not in (0, launched)
 
     def _unit(self, name: str) -> server_start.Unit:
         answer = run_command(["systemctl", "show", name, "-p", server_start.UNIT_FACTS], Deadline(10.0))
         return server_start.parse_unit(name, answer.stdout)
-
-    def _ended_unit(self, target: Target, unit: server_start.Unit | None) -> server_start.Unit | None:
-        wait = Deadline(ENDING_SECONDS)
-        while unit is not None and not unit.ended and not wait.expired():
-            time.sleep(0.1)
-            unit = self._unit(target.record.unit)
-        return unit
 
     def _tree(self, target: Target) -> list[Process]:
         """The main process and what belongs to it: its descendants, and all of its unit's control group."""

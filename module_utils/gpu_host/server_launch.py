@@ -559,6 +559,8 @@ def why(
         found.append("it does not run")
     elif own.state in ("hung", "zombie"):
         found.append(f"it is a {own.state} server" if own.state == "zombie" else "it is hung")
+    if present is not None and present.verdict.startswith("stuck"):
+        found.append("its last start got stuck")
     if present is None:
         return [*found, "it was not deployed by this role before"]
     if present.argv != wanted.argv:

@@ -94,6 +94,8 @@ def journal_unit(plan: UnitPlan) -> str:
         f"ExecStart=/bin/sh -c {_word(script)}",
         f"SyslogIdentifier={plan.name}",
         "LogRateLimitIntervalSec=0",
+        "# Without it a stop of the server may wait for this one's end, of which cgroup v1 in a guest never tells.",
+        "TimeoutStopSec=1",
     ]
     return HEADER + "\n".join(lines) + "\n"
 

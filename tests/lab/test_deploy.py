@@ -69,7 +69,6 @@ class Target:
             "sglang_environment": {"PYTHONPATH": STANDIN, "PYTHONDONTWRITEBYTECODE": 1, **standin},
             "server_health_chat_expect": "model",
             "server_health_stall": 4,
-            "server_launch_grace": 5,
             "gpu_reset_grace": 5,
             "deploy_soak": 20,
             # The stand-in has neither torch nor kernels; these have tests of their own.

@@ -8,6 +8,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,9 @@ GOOD = Deployment("s", argv=("p", "--tp-size", "8"), inputs={"version of sglang"
         (GOOD, GOOD, state("absent"), [], ["it does not run"]),
         (GOOD, GOOD, state("hung"), [], ["it is hung"]),
         (GOOD, GOOD, state("zombie"), [], ["it is a zombie server"]),
+        (GOOD, replace(GOOD, verdict="ready"), state(), [], []),
+        (GOOD, replace(GOOD, verdict="failed: chat: x"), state(), [], []),
+        (GOOD, replace(GOOD, verdict="stuck: x"), state("starting"), [], ["its last start got stuck"]),
         (GOOD, None, state(), [], ["it was not deployed by this role before"]),
         (GOOD, GOOD, state(), ["/etc/sglang/s.env"], ["/etc/sglang/s.env changes"]),
         (Deployment("s", ("p",), inputs=GOOD.inputs), GOOD, state(), ["/u/s.service"], ["its command line changes"]),
