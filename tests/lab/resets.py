@@ -152,12 +152,11 @@ def until(happened: Callable[[], object], what: str, seconds: float = 15.0) -> N
 def leave_orphans(server: Server, early: bool = False) -> set[int]:
     """Kill the main of a server; the pids left behind.
 
-    Once it serves, or with ``early`` as soon as its children are there: for TP 8 a resource tracker, eight schedulers
-    and a detokenizer.
+    Once it serves, or with ``early`` as soon as the children of a TP 8 are there: eight schedulers and a detokenizer.
     """
     host = server.host
     if early:
-        until(lambda: len(server.tree()) > 10, "the server's children")
+        until(lambda: sum("spawn_main" in process.line for process in server.tree()) == 9, "the server's children")
     orphans = numbers(server.tree()) - {server.pid}
     host.kill(server.pid)
     until(lambda: not host.alive(server.pid), "the main to end")

@@ -20,12 +20,14 @@ from tests.lab.resets import (
     FAST,
     assert_clean,
     bystanders,
+    finish,
     leave_orphans,
     living,
     numbers,
     pids,
     reset,
     signals,
+    start_reset,
     until,
 )
 from tests.lab.server import Server
@@ -232,12 +234,15 @@ def test_a_gpu_in_trouble_makes_the_host_dirty_or_unknown_never_clean(
 
 def test_the_afterglow_of_a_load_is_not_called_a_ghost_latch(gpu_host: Host) -> None:
     gpu_host.state.set_fault("utilization", 100, index=1)
-    ends = threading.Timer(1.0, lambda: gpu_host.state.clear_fault("utilization", index=1))
-    ends.start()
-    record = reset(gpu_host, verify_timeout=10.0)
-    ends.join()
+    running = start_reset(gpu_host, verify_timeout=10.0)
+    until(
+        lambda: '"begun"' in gpu_host.exec("cat /var/lib/gpu-host/journal.jsonl", check=False).stdout, "the first look"
+    )
+    time.sleep(0.3)
+    gpu_host.state.clear_fault("utilization", index=1)
+    record = finish(running)
     assert_clean(gpu_host, record)
-    assert record["seconds"]["verify"] >= 0.3
+    assert record["seconds"]["verify"] >= 0.25  # it did not call a busy GPU free either
 
 
 def test_a_port_that_somebody_else_holds_is_named_and_makes_the_host_dirty(gpu_host: Host) -> None:
@@ -247,11 +252,3 @@ def test_a_port_that_somebody_else_holds_is_named_and_makes_the_host_dirty(gpu_h
     assert record["verdict"] == "dirty"
     assert record["reason"] == f"port 30005 is still held by python3 -m http.server ({other.pid})"
     assert gpu_host.alive(other.pid)
-
-
-def test_a_verdict_takes_no_longer_than_the_driver(gpu_host: Host) -> None:
-    gpu_host.start_server(tp=2, settings=FAST | {"IGNORE_TERM": 1})
-    began = time.monotonic()
-    record = reset(gpu_host, grace=0.3)
-    assert time.monotonic() - began < 6
-    assert record["seconds"]["last_exit_to_verdict"] < 0.15 + 0.6  # the driver's own release, a busy machine
