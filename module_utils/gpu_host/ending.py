@@ -66,6 +66,15 @@ class Outcome:
     last_exit: float | None = None
     forced: bool = False
 
+    def add(self, later: Outcome) -> None:
+        """Take over what a later run did."""
+        self.killed += later.killed
+        self.alive += later.alive
+        self.respawners += later.respawners
+        self.notes += later.notes
+        self.last_exit = later.last_exit or self.last_exit
+        self.forced = self.forced or later.forced
+
 
 def planned(chosen: Mapping[int, Finding]) -> list[dict[str, Any]]:
     """What a reset would end, for check mode: the main by TERM, orphans by KILL, the rest with their main."""

@@ -17,7 +17,8 @@ PF_KTHREAD = 0x00200000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 # Inode of the PID namespace that the kernel itself starts with (PROC_PID_INIT_INO in linux/proc_ns.h).
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-EXEC_SECONDS = 0.005  # longer than any exec shows an empty command line
+EXEC_SECONDS = 0.005  # longer than an exec shows an empty command line on an idle machine
+EXEC_LOOKS = 10  # on a busy one it may not be its turn for a while
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Proc:
 
     def __init__(self, root: str = "/proc") -> None:
         self.root = root
+        self._wordless: set[tuple[int, int]] = set()  # pid and start of those known to have no command line
 
     def _bytes(self, pid: int | str, name: str) -> bytes | None:
         try:
@@ -97,19 +99,27 @@ class Proc:
         """Every process that can be seen, by pid. Processes that vanish meanwhile are left out.
 
         A process shows no command line for an instant while it is executing another program, and would be judged
-        as nobody: those without one are looked at twice.
+        as nobody: those without one are looked at again.
         """
         found = {pid: process for pid in self.pids() if (process := self.process(pid)) is not None}
-        blank = [process.pid for process in found.values() if not process.argv and _should_have_words(process)]
-        if blank:
+        for _ in range(EXEC_LOOKS):
+            blank = [process for process in found.values() if self._may_be_executing(process)]
+            if not blank:
+                return found
             time.sleep(EXEC_SECONDS)
-            for pid in blank:
-                again = self.process(pid)
+            for process in blank:
+                again = self.process(process.pid)
                 if again is None:
-                    del found[pid]
+                    del found[process.pid]
                 else:
-                    found[pid] = again
+                    found[process.pid] = again
+        self._wordless |= {(one.pid, one.start_ticks) for one in found.values() if self._may_be_executing(one)}
         return found
+
+    def _may_be_executing(self, process: Process) -> bool:
+        if process.argv or process.kernel_thread or process.state in ("Z", "X"):
+            return False
+        return (process.pid, process.start_ticks) not in self._wordless
 
     def process(self, pid: int) -> Process | None:
         """The process under this pid, or None when there is none."""
@@ -237,10 +247,6 @@ class Proc:
         """Start time in seconds since 1970. Not from /proc/uptime or btime: lxcfs falsifies both in a guest."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         return booted + process.start_ticks / CLOCK_TICKS
-
-
-def _should_have_words(process: Process) -> bool:
-    return not process.kernel_thread and process.state not in ("Z", "X")
 
 
 def _words(raw: bytes) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ READ_SECONDS = 10.0  # longest wait for one look at all GPUs
 EVIDENCE_SECONDS = 5.0
 PROBE_SECONDS = 60.0
 GPU_RESET_SECONDS = 60.0
+LATE_ROUNDS = 3  # how often orphans that show only in verify are ended
 POLL_SECONDS = (0.02, 0.25)  # first and longest pause between two looks at the GPUs
 KERNEL_LOG_SECONDS = 600.0  # how far back kernel messages may explain what is found now
 SIMULATED = "-simulated"  # ends the driver version of a simulated host
@@ -250,25 +251,40 @@ class Reset:
     def _kill(self, look: Look) -> None:
         if self.check_mode:
             self.record["killed"] = planned(look.chosen)
+        elif look.chosen:
+            self._end()
+
+    def _end(self, hopeless: frozenset[int] = frozenset()) -> None:
+        """End what each new look chooses, but for ``hopeless`` pids, until nothing is left or the time is over."""
+        if self._journal is None:
             return
 
         def chosen() -> tuple[Mapping[int, Any], Mapping[int, Finding]]:
             now = self.survey.look()
-            return now.processes, now.chosen
+            return now.processes, {pid: finding for pid, finding in now.chosen.items() if pid not in hopeless}
 
-        if look.chosen and self._journal is not None:
-            self.outcome = Ending(
-                self.proc, chosen, self.managers, self._journal, self.params["grace"], self.params["kill_timeout"]
-            ).run()
-        self.record["killed"] = self.outcome.killed
-        self.record["respawners"] = self.outcome.respawners
-        self.record["notes"] += self.outcome.notes + self.managers.notes
-        self.dirty += self.outcome.respawners
+        outcome = Ending(
+            self.proc, chosen, self.managers, self._journal, self.params["grace"], self.params["kill_timeout"]
+        ).run()
+        self.outcome.add(outcome)
+        self.record["killed"] += outcome.killed
+        self.record["respawners"] += outcome.respawners
+        self.record["notes"] += outcome.notes + self.managers.notes
+        self.managers.notes = []
+        self.dirty += outcome.respawners
         self.dirty += [
             f"{finding.process.name} ({finding.process.pid}) did not end within {self.params['kill_timeout']:g} s of"
             " SIGKILL: reboot the host"
-            for finding in self.outcome.alive
+            for finding in outcome.alive
         ]
+
+    def _end_latecomers(self, look: Look, unkillable: frozenset[int]) -> bool:
+        """End orphans that show only now: between two images while they were looked for, or born meanwhile."""
+        kill = "kill" in self.params["phases"] and not self.check_mode
+        late = [pid for pid, finding in look.chosen.items() if finding.kind == "orphan" and pid not in unkillable]
+        if kill and late:
+            self._end(unkillable)
+        return bool(kill and late)
 
     def _find_places(self, look: Look) -> None:
         """Where the servers that are to end keep their modules and build their extensions, read while they live."""
@@ -328,9 +344,14 @@ class Reset:
         unkillable = frozenset(finding.process.pid for finding in self.outcome.alive)
         deadline = Deadline(self.params["verify_timeout"] if wait and not self.check_mode else 0.0)
         pause, longest = POLL_SECONDS
+        rounds = LATE_ROUNDS
         while True:
             self.survey.read(Deadline(READ_SECONDS))
             look = self.survey.look()
+            if rounds and self._end_latecomers(look, unkillable):
+                unkillable |= {finding.process.pid for finding in self.outcome.alive}
+                rounds -= 1
+                continue
             verdicts, settled = self.survey.judge(look, self.policy, unkillable)
             clean = all(one.clean for _, one in verdicts) and settled
             hopeless = not look.chosen and settled and not any(_may_change(one) for _, one in verdicts)

@@ -81,6 +81,7 @@ class Host:
         hardware = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
         arguments += [f"--network=lab:ip={self.address},mac={hardware}"]
         arguments += [f"--volume={self.lab.folder}/key.pub:/etc/ssh/lab_keys:ro"]
+        arguments += [f"--volume={self.lab.folder}/logind.conf:/etc/systemd/logind.conf.d/lab.conf:ro"]
         arguments += [f"--volume={self.state_folder}:{STATE}"]
         arguments += [f"--volume={source}:{target}:ro" for source, target in _simulator_mounts().items()]
         return arguments + [f"--device={source}:/dev/{node}:rwm" for node, source in _device_nodes(self.gpus).items()]

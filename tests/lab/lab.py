@@ -51,6 +51,12 @@ log_driver = "none"
 network_backend = "netavark"
 network_config_dir = "{folder}/networks"
 """
+# On cgroup v1 a host's systemd may miss the end of a user's manager, 10 s after the last session, and a login then
+# waits two minutes for it. So the manager stays.
+LOGIND_CONF = """\
+[Login]
+UserStopDelaySec=infinity
+"""
 STORAGE_CONF = """\
 [storage]
 driver = "overlay"
@@ -109,6 +115,7 @@ class Lab:
     def _write_files(self, owner: int | None) -> None:
         (self.folder / "containers.conf").write_text(CONTAINERS_CONF.format(folder=self.folder))
         (self.folder / "storage.conf").write_text(STORAGE_CONF.format(folder=self.folder, store=image.STORE))
+        (self.folder / "logind.conf").write_text(LOGIND_CONF)
         born = start_ticks(owner) if owner else None
         (self.folder / "lab.json").write_text(json.dumps({"owner": owner, "owner_start_ticks": born}))
         key = str(self.folder / "key")
