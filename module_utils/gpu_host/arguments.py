@@ -19,6 +19,7 @@ _GPU = re.compile(
     r"^(?:\d{1,3}|GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
     r"|(?:[0-9a-fA-F]{4}(?:[0-9a-fA-F]{4})?:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])\Z"
 )
+_CAPABILITY = re.compile(r"^[1-9]\d?\.\d\Z")
 _RUN_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -350,8 +351,10 @@ _SECONDS = (
     "request_seconds",
     "every",
     "confirm_seconds",
+    "all_reduce_timeout",
+    "patience",
 )
-_MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib")
+_MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib", "model_mib", "min_ram_mib")
 _FOLDERS = (
     "shm_folder",
     "state_folder",
@@ -363,6 +366,10 @@ _FOLDERS = (
     "log_folder",
     "logrotate_folder",
     "working_folder",
+    "build_folder",
+    "dependencies",
+    "wheels",
+    "archive",
 )
 
 
@@ -383,6 +390,9 @@ def problems(params: dict[str, Any]) -> list[str]:
             found.append(
                 f"gpus: {gpu!r} names no GPU; give NVML indices (0), UUIDs (GPU-1234abcd-...) or PCI ids (c1:00.0)."
             )
+    number = params.get("compute_capability", "")
+    if number and not _CAPABILITY.match(number):
+        found.append(f"compute_capability: {number!r} is none; give for example '12.0' (SM120) or '9.0'.")
     for port in params.get("ports", []):
         if not 1 <= port <= 65535:
             found.append(f"ports: {port} is no port; give numbers from 1 to 65535.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from gpu_host import all_reduce, host_checks, host_info, plan_checks
+from gpu_host import all_reduce, arguments, host_checks, host_info, plan_checks
 from gpu_host.finding import Finding
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -134,3 +134,20 @@ def test_a_finding_that_is_switched_off_counts_no_more_and_stays_in_the_report()
 def test_errors_are_only_reported_where_they_are_not_to_fail():
     result = host_info._judged(params(fail=False), [ERROR])
     assert (result["failed"], result["passed"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compute_capability": "sm120"}, "compute_capability: 'sm120' is none; give for example '12.0'"),
+        ({"compute_capability": "12"}, "compute_capability: '12' is none"),
+        ({"model_mib": -1}, "model_mib: -1 is no amount of memory"),
+        ({"all_reduce_timeout": float("nan")}, "all_reduce_timeout: nan is no time to wait"),
+        ({"build_folder": "cache"}, "build_folder: 'cache' is no absolute path"),
+        ({"gpus": ["GPU0"]}, "gpus: 'GPU0' names no GPU"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(given, words):
+    values = {name: spec.get("default") for name, spec in arguments.GPU_HOST_INFO.items()} | {"part": "host"}
+    (sentence,) = arguments.problems({**values, **given})
+    assert words in sentence
