@@ -21,7 +21,7 @@ from .procfs import Proc, Process
 from .signals import Target, gone, send, take, wait_any
 
 LOOK_SECONDS = 0.25  # longest time between two looks at all processes
-LINGER_SECONDS = 3.0  # a worker whose main just ended in order leaves by itself within this time
+LINGER_SECONDS = 5.0  # a worker whose main just ended in order leaves by itself within this time
 WRAPPER_SECONDS = 1.0  # a container's first process that is no server passes its signal on within this time, or never
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
 PROMPT_SECONDS = 0.5  # a loop typed at a prompt has gone on by then, if only to its sleep
