@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.25  # longest time between two looks at all processes
 LINGER_SECONDS = 5.0  # a worker whose main just ended in order leaves by itself within this time
 WRAPPER_SECONDS = 1.0  # a container's first process that is no server passes its signal on within this time, or never
 RESPAWN_SECONDS = 5.0  # how long a parent that outlived its server is watched
-PROMPT_SECONDS = 0.5  # a loop typed at a prompt has gone on by then, if only to its sleep
+PROMPT_LOOKS = 6  # looks in a row, 0.1 s apart: a loop typed at a prompt shows in one of them, if only by its sleep
 # Parents that live on and start nothing by themselves.
 QUIET_PARENTS = ("tmux", "screen", "SCREEN", "zellij", *SSHD)
 
@@ -278,7 +278,7 @@ class Ending:
         waiting = {parent.pid: parent for parent in parents}
         known = set(before)
         deadline = Deadline(RESPAWN_SECONDS if outcome.killed else 0.0, self._clock)
-        idle = Deadline(PROMPT_SECONDS, self._clock)
+        quiet = dict.fromkeys(waiting, 0)
         while waiting:
             processes, chosen = self._look()
             for pid, parent in list(waiting.items()):
@@ -288,8 +288,10 @@ class Ending:
                 elif any(finding.main and finding.process.ppid == pid for finding in chosen.values()):
                     outcome.respawners.append(f"{parent.name} ({pid}) started a server again: end it, then reset")
                     del waiting[pid]
-                elif idle.expired() and at_a_prompt(now) and not _new_children(now, processes, known):
-                    del waiting[pid]
+                elif at_a_prompt(now):
+                    quiet[pid] = 0 if _new_children(now, processes, known) else quiet[pid] + 1
+                    if quiet[pid] >= PROMPT_LOOKS:
+                        del waiting[pid]
             if deadline.expired():
                 break
             if waiting:
