@@ -256,7 +256,12 @@ def machine_facts(proc_root: str = "/proc", sys_root: str = "/sys") -> dict[str,
     return {
         "virtual_machine": bool(flags and "hypervisor" in flags.group(1).split()),
         "container": bool(namespace) and namespace != "pid:[4026531836]",
-        "kernel_arguments": _text(f"{proc_root}/cmdline").split(),
+        # Only what bears on the check: others may name machines and people.
+        "kernel_arguments": [
+            word
+            for word in _text(f"{proc_root}/cmdline").split()
+            if re.match(r"(?:\w+_)?iommu|pcie?[_.=]|nvidia", word)
+        ],
         "iommu_groups": pci.iommu_groups(sys_root),
         "cores": len(os.sched_getaffinity(0)),
     }

@@ -45,4 +45,6 @@ def write(host: str, returned: dict[str, Any], folder: Path | None = None) -> st
     except OSError as error:
         returned.setdefault("warnings", []).append(f"The report {target} could not be written: {error.strerror}.")
         return ""
+    if returned.get("failed"):
+        returned.pop("facts", None)  # Ansible shows all that a failed task returned; the report has them
     return str(target)

@@ -152,9 +152,12 @@ def test_memory_is_the_hosts_unless_a_control_group_limits_it(tmp_path):
 
 def test_a_virtual_machine_tells_by_its_processor(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu hypervisor avx2\n")
-    (tmp_path / "cmdline").write_text("ro iommu=pt\n")
+    (tmp_path / "cmdline").write_text("ro root=/dev/x iommu=pt intel_iommu=on pcie_acs_override=downstream quiet\n")
     facts = host_facts.machine_facts(str(tmp_path), str(tmp_path))
-    assert (facts["virtual_machine"], facts["kernel_arguments"]) == (True, ["ro", "iommu=pt"])
+    assert (facts["virtual_machine"], facts["kernel_arguments"]) == (
+        True,
+        ["iommu=pt", "intel_iommu=on", "pcie_acs_override=downstream"],
+    )
     (tmp_path / "cpuinfo").write_text("flags\t\t: fpu avx2\n")
     assert host_facts.machine_facts(str(tmp_path), str(tmp_path))["virtual_machine"] is False
 
