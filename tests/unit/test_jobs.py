@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from gpu_control import progress, reports
@@ -158,7 +159,7 @@ def test_a_report_is_kept_by_host_and_part_and_its_warnings_are_shown(tmp_path):
 def test_the_facts_of_a_host_that_failed_are_in_the_report_and_not_on_the_screen(tmp_path):
     returned: dict[str, Any] = {**REPORT, "failed": True}
     path = reports.write("a", returned, tmp_path)
-    assert "facts" not in returned and "facts" in json.loads(open(path).read())
+    assert "facts" not in returned and "facts" in json.loads(Path(path).read_text())
 
 
 def test_a_hosts_name_can_not_lead_elsewhere(tmp_path):
