@@ -176,8 +176,6 @@ def fit(folder: str, libraries: Sequence[str], torch_folder: str) -> dict[str, A
     for path in sorted(glob.glob(f"{torch_folder}/lib/lib*.so*")):
         name = os.path.basename(path)
         torch_names.add(name)
-        if not re.match(r"lib(?:c10|torch)", name):
-            continue
         try:
             offered |= elf.read(path).defined
         except (OSError, elf.ElfError) as error:
