@@ -426,7 +426,7 @@ class Reset:
             self.record["spared"].append(
                 {"pid": pid, "name": finding.process.name, "class": finding.kind, "why": why}
             )
-            if finding.doubtful or (pid in look.undecided and finding.main):
+            if finding.doubtful or (pid in look.undecided and (finding.main or finding.kind == "orphan")):
                 self.dirty.append(f"{finding.process.name} ({pid}): {why}; end it yourself, or reset all GPUs")
 
     def _note_ports(self, look: Look) -> None:
