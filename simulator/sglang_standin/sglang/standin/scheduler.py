@@ -508,6 +508,12 @@ class Engine:
             meta["spec_num_correct_drafts"] = correct
             meta["spec_num_proposed_drafts"] = proposed
             meta["spec_verify_ct"] = request.verified
+            # How often 0, 1, 2, .. drafts were right; here all verifications are about as good.
+            usual, more = divmod(correct, request.verified)
+            histogram = [0] * (self.drafted + 1)
+            histogram[min(usual, self.drafted)] += request.verified - more
+            histogram[min(usual + 1, self.drafted)] += more
+            meta["spec_correct_drafts_histogram"] = histogram
         return meta
 
     def _used_tokens(self) -> int:

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from .arguments import recorded
+from .arguments import answers, recorded
 
 if TYPE_CHECKING:
     from .main import Server
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 WORDS = ("the", "answer", "is", "one", "two", "three", "model", "token", "draft", "fast", "and", "then", "it", "works")
 OPEN_PATHS = ("/health", "/health_generate", "/metrics", "/ping", "/ready")
 """What real SGLang answers without the API key."""
+
+
+POST_ONLY = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
 class Disconnected(Exception):
@@ -254,12 +257,12 @@ def _handler(
     argv: list[str],
 ) -> type[BaseHTTPRequestHandler]:
     arguments, settings, log = server.arguments, server.settings, server.log
-    base = recorded(settings.version)
+    base, known = recorded(settings.version), answers(settings.version)
 
     def server_info() -> dict[str, Any]:
         states = [
             {
-                **arguments,
+                **{name: value for name, value in arguments.items() if name != "custom_sigquit_handler"},
                 **base["internal_state"],
                 "memory_usage": infos[0]["memory_usage"],
                 "startup_time": infos[0]["startup_time"],
@@ -274,13 +277,17 @@ def _handler(
             "internal_states": states,
             "version": settings.version,
             "kv_events": None,
+            **known["server_info"],
         }
         if settings.version != "0.5.17":
             info["launch_command"] = " ".join(argv)
         return info
 
     def model_info() -> dict[str, Any]:
+        named = {"served_model_name": arguments["served_model_name"]} if known["model_info"] else {}
         return {
+            **known["model_info"],
+            **named,
             "model_path": arguments["model_path"],
             "tokenizer_path": arguments["tokenizer_path"],
             "is_generation": True,
@@ -307,6 +314,7 @@ def _handler(
     def loads() -> dict[str, Any]:
         now = frontend.snapshot
         load = {
+            **known["load"],
             "timestamp": time.time(),
             "dp_rank": 0,
             "num_running_reqs": now.get("running", 0),
@@ -348,9 +356,16 @@ def _handler(
         if arguments["speculative_algorithm"]:
             values["spec_accept_length"] = now.get("accept_length", 0.0)
             values["spec_accept_rate"] = now.get("accept_rate", 0.0)
-        return "".join(
+        own = "".join(
             f"# HELP sglang:{key} {key}\n# TYPE sglang:{key} gauge\nsglang:{key}{{{labels}}} {float(value)}\n"
             for key, value in values.items()
+        )
+        others = {
+            **known["metrics"],
+            **(known["metrics_with_speculation"] if arguments["speculative_algorithm"] else {}),
+        }
+        return own + "".join(
+            _metric(key, facts, name) for key, facts in others.items() if key[len("sglang:") :] not in values
         )
 
     class Handler(BaseHTTPRequestHandler):
@@ -360,11 +375,12 @@ def _handler(
         def log_message(self, *_args: object) -> None:
             """Access lines are written by `_finish`."""
 
-        def _finish(self, status: int, body: bytes = b"", kind: str = "application/json") -> None:
+        def _finish(self, status: int, body: bytes = b"", kind: str = "") -> None:
             self._access(status)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
-            self.send_header("Content-Type", kind)
+            if kind:
+                self.send_header("Content-Type", kind)
             self.end_headers()
             self.wfile.write(body)
 
@@ -374,10 +390,10 @@ def _handler(
             log.line(f'INFO:     {host}:{port} - "{request}" {status} {HTTPStatus(status).phrase}')
 
         def _json(self, value: object, status: int = 200) -> None:
-            self._finish(status, json.dumps(value).encode())
+            self._finish(status, json.dumps(value).encode(), "application/json")
 
         def _text(self, text: str, status: int = 200) -> None:
-            self._finish(status, text.encode(), "text/plain; charset=utf-8")
+            self._finish(status, text.encode())
 
         def _allowed(self, path: str) -> bool:
             key = arguments["api_key"]
@@ -405,6 +421,8 @@ def _handler(
                 self._finish(200, metrics().encode(), "text/plain; version=0.0.4; charset=utf-8")
             elif path in ("/flush_cache", "/freeze_gc"):
                 self._control(path)
+            elif path in POST_ONLY and path != "/generate":
+                self._json({"detail": "Method Not Allowed"}, 405)
             else:
                 self._json({"detail": "Not Found"}, 404)
 
@@ -415,12 +433,15 @@ def _handler(
                 self._json({"error": "Unauthorized"}, 401)
             elif path in ("/flush_cache", "/freeze_gc"):
                 self._control(path)
-            elif path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            elif path in POST_ONLY:
                 try:
                     body = json.loads(data)
-                    request = _Wanted(path, body, server)
-                except (ValueError, TypeError, AttributeError) as error:
+                    request = _Wanted(path, body, server, known)
+                except _NothingToDo as error:
                     self._json({"error": {"message": str(error)}}, 400)
+                    return
+                except (ValueError, TypeError, AttributeError, KeyError) as error:
+                    self._json(_refusal(error), 400)
                     return
                 try:
                     self._generate(request)
@@ -467,9 +488,9 @@ def _handler(
             self.end_headers()
             done = 0
             for made, finished in frontend.generate(wanted.prompts[0], wanted.max_new_tokens, self.connection):
-                chunk = wanted.chunk(done, made, finished, time.time() - began)
+                for event in wanted.events(done, made, finished, time.time() - began):
+                    self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
                 done += made
-                self._chunk(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             self._chunk(b"data: [DONE]\n\n")
             self._chunk(b"")
 
@@ -479,94 +500,162 @@ def _handler(
     return Handler
 
 
-class _Wanted:
-    """What a generation request asks for, and the shapes of its answers."""
+class _NothingToDo(Exception):
+    """A /generate without anything to go on from."""
 
-    def __init__(self, path: str, body: dict[str, Any], server: Server) -> None:
-        self.path = path
+
+class _Wanted:
+    """What a generation request asks for, and the shapes of its answers. `known`: arguments.answers of the version.
+
+    Raises `KeyError` for a field that must be there, `_NothingToDo`.
+    """
+
+    def __init__(self, path: str, body: dict[str, Any], server: Server, known: dict[str, Any]) -> None:
+        self.path, self.known = path, known
         self.model = body.get("model") or server.arguments["served_model_name"]
         self.stream = bool(body.get("stream"))
         options = body.get("stream_options") or {}
         self.usage_wanted = bool(options.get("include_usage"))
+        self.many, self.top = False, -1
         if path == "/generate":
             given: Any = body.get("text", body.get("input_ids"))
+            if given is None:
+                raise _NothingToDo("Either text, input_ids or input_embeds should be provided.")
             self.many = bool(isinstance(given, list) and given and not isinstance(given[0], int))
             self.prompts = [_tokens(item) for item in (given if self.many else [given])]
+            self.top = int(body.get("top_logprobs_num") or 0) if body.get("return_logprob") else -1
             maximum = (body.get("sampling_params") or {}).get("max_new_tokens", 128)
         elif path == "/v1/completions":
-            given = body.get("prompt", "")
-            self.many = False
-            self.prompts = [_tokens(given)]
+            self.prompts = [_tokens(body["prompt"])]
             maximum = body.get("max_tokens") or 16
         else:
-            self.many = False
-            text = " ".join(str(message.get("content")) for message in body.get("messages") or [])
+            text = " ".join(str(message.get("content")) for message in body["messages"])
             self.prompts = [_tokens(text) + 8]
             maximum = body.get("max_completion_tokens") or body.get("max_tokens") or 128
         self.max_new_tokens = max(1, int(maximum))
 
+    @property
+    def chat(self) -> bool:
+        return self.path.endswith("chat/completions")
+
     def answer(self, answers: list[dict[str, Any]], seconds: float) -> object:
         """The whole answer, without streaming."""
         if self.path == "/generate":
-            found = [_generated(meta, seconds) for meta in answers]
+            found = [self._generated(meta, seconds) for meta in answers]
             return found if self.many else found[0]
         meta = answers[0]
         text = _text(0, meta["completion_tokens"])
-        chat = self.path.endswith("chat/completions")
-        content = {"message": {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}}
-        choice = {
-            "index": 0,
-            **(content if chat else {"text": text}),
-            "logprobs": None,
-            "finish_reason": "length",
-            "matched_stop": None,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": None}
+        if not self.known["meta_info"]:
+            message["tool_calls"] = None  # 0.5.23 leaves it out where there is none
+        choice = {**({"message": message} if self.chat else {"text": text}), "logprobs": None}
+        versions = {"weight_versions": _weight_versions(meta["completion_tokens"])} if self.known["meta_info"] else {}
         return {
-            "id": meta["id"],
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [choice],
-            "usage": _usage(meta),
-            "metadata": {"weight_version": "default"},
+            **self._head(meta, "chat.completion" if self.chat else "text_completion"),
+            "choices": [{"index": 0, **choice, "finish_reason": "length", "matched_stop": None}],
+            "usage": self._usage(meta),
+            "metadata": {"weight_version": "default", **versions},
         }
 
-    def chunk(self, done: int, made: int, finished: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """One event of a streamed answer."""
+    def _head(self, meta: dict[str, Any], kind: str) -> dict[str, Any]:
+        return {"id": meta.get("id", "0"), "object": kind, "created": int(time.time()), "model": self.model}
+
+    def events(self, done: int, made: int, finished: dict[str, Any] | None, seconds: float) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer for so many new tokens after `done`."""
         if self.path == "/generate":
-            meta = finished or {"prompt_tokens": self.prompts[0], "completion_tokens": done + made}
-            return _generated(meta, seconds, finished is not None)
-        text = _text(done, made)
-        chat = self.path.endswith("chat/completions")
-        part = {"delta": {"role": "assistant", "content": text}} if chat else {"text": text}
-        event = {
-            "id": "0",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": "length" if finished else None}],
-            "usage": _usage(finished) if finished and self.usage_wanted else None,
-        }
-        return event
+            meta = finished or {"prompt_tokens": self.prompts[0], "completion_tokens": done + made, "cached_tokens": 0}
+            yield self._generated(meta, seconds, finished is not None, first=done == 0)
+            return
+        meta, text = finished or {}, _text(done, made)
+        if not self.chat:
+            head = self._head(meta, "text_completion")
+            yield {**head, "choices": [_part({"text": text}, finished is not None)], "usage": None}
+            if finished and self.usage_wanted:
+                yield {**head, "choices": [], "usage": self._usage(finished)}
+            return
+        head = self._head(meta, "chat.completion.chunk")
+        if done == 0:
+            first = {"reasoning_content": None, "role": "assistant", "content": ""}
+            yield {**head, "choices": [_part({"delta": first}, False)]}
+        yield {**head, "choices": [_part({"delta": {"reasoning_content": None, "content": text}}, False)]}
+        if finished:
+            yield {**head, "choices": [_part({"delta": {"reasoning_content": None}}, True)]}
+            if self.usage_wanted:
+                yield {**head, "choices": [], "usage": self._usage(finished)}
 
-
-def _generated(meta: dict[str, Any], seconds: float, finished: bool = True) -> dict[str, Any]:
-    count = meta["completion_tokens"]
-    rest = {key: value for key, value in meta.items() if key not in ("id", "prompt_tokens")}
-    return {
-        "text": _text(0, count),
-        "output_ids": [(7 * number + 11) % 32000 for number in range(count)],
-        "meta_info": {
+    def _generated(
+        self, meta: dict[str, Any], seconds: float, finished: bool = True, first: bool = False
+    ) -> dict[str, Any]:
+        """One answer of /generate, or one event of it (`first` tells when it was sent)."""
+        count = meta["completion_tokens"]
+        tokens = [(7 * number + 11) % 32000 for number in range(count)]
+        rest = {key: value for key, value in meta.items() if key not in ("id", "prompt_tokens")}
+        always, last = self.known["meta_info"], self.known["finished_meta_info"]
+        now = time.time()
+        info: dict[str, Any] = {
             "id": meta.get("id"),
             "finish_reason": {"type": "length", "length": count} if finished else None,
             "prompt_tokens": meta["prompt_tokens"],
             "weight_version": "default",
-            "total_retractions": 0,
+            "num_retractions": 0,
+            **{
+                name: now if name.endswith("_time") and name != "queue_time" else value
+                for name, value in always.items()
+            },
             **rest,
             "dp_rank": None,
-            "e2e_latency": seconds,
-        },
+        }
+        if self.top >= 0:
+            places = [[[-0.01 - 5.0 * place, token + place, None] for place in range(self.top)] for token in tokens]
+            info["input_token_logprobs"], info["input_top_logprobs"] = [], []
+            info["output_token_logprobs"] = [[-0.01, token, None] for token in tokens]
+            info["output_token_logprobs_length"] = count
+            info["output_top_logprobs"] = places if self.top else []
+        if finished:
+            info.update({name: now if name.endswith("_ts") else value for name, value in last.items()})
+            info["e2e_latency"] = seconds
+            if last:
+                info["weight_versions"] = _weight_versions(count)
+                info["decode_throughput"] = count / seconds if seconds else 0.0
+        elif first and last:
+            info["response_sent_to_client_ts"] = now
+        return {"text": _text(0, count), "output_ids": tokens, "meta_info": info}
+
+    def _usage(self, meta: dict[str, Any]) -> dict[str, Any]:
+        details = {"completion_tokens_details": None} if self.known["meta_info"] else {}
+        return {**_usage(meta), **details}
+
+
+def _part(part: dict[str, Any], last: bool) -> dict[str, Any]:
+    """The one choice of a streamed event."""
+    return {"index": 0, **part, "logprobs": None, "finish_reason": "length" if last else None, "matched_stop": None}
+
+
+def _weight_versions(count: int) -> list[dict[str, Any]]:
+    return [{"version": "default", "start": 0, "end": count}]
+
+
+def _refusal(error: Exception) -> dict[str, Any]:
+    """What a request gets that does not have the fields, or is no JSON."""
+    what = f"Field required: {error}" if isinstance(error, KeyError) else str(error)
+    return {
+        "object": "error",
+        "message": f"1 validation error: {what}",
+        "type": "Bad Request",
+        "param": None,
+        "code": 400,
     }
+
+
+def _metric(name: str, facts: dict[str, Any], model: str) -> str:
+    """A metric as a real server gave it, under this server's model name."""
+    lines = [f"# HELP {name} {facts['help']}", f"# TYPE {name} {facts['type']}"]
+    for sample, labels, value in facts["samples"]:
+        shown = ",".join(
+            f'{label}="{model if label == "model_name" else text}"' for label, text in sorted(labels.items())
+        )
+        lines.append(f"{sample}{{{shown}}} {value}" if shown else f"{sample} {value}")
+    return "\n".join(lines) + "\n"
 
 
 def _usage(meta: dict[str, Any]) -> dict[str, Any]:
