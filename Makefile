@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule bench test-gpu mutants docs score clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule rehearsal rehearsal-instants bench test-gpu mutants docs score clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -73,6 +73,17 @@ lab: simulator  ## Tests on real systemd hosts (root, podman)
 molecule: simulator  ## Molecule scenarios on real systemd hosts; SCENARIO=name for one
 	@if .ci/lab-ready; then molecule/run $(SCENARIO); else [ -z "$${CI:-}" ]; fi
 
+rehearsal: simulator  ## Real SGLang on the CPU: deployed, hung, reset (3.4 GB and minutes the first time)
+	$(BIN)/python -m tests.rehearsal.environment
+	$(BIN)/python -m pytest tests/rehearsal -x --durations=0 $(PYTEST_ARGS)
+
+# REHEARSAL_RECORD=1 with `make rehearsal` writes what the server answered into tests/recorded.
+rehearsal-instants: simulator  ## Kill a starting SGLang at 30 instants and reset; docs/kill-at-any-instant.png
+	$(BIN)/python -m tests.rehearsal.environment
+	$(BIN)/python -m tests.rehearsal.instants --instants 30 --into docs/kill-at-any-instant.json
+	.rehearsal/venv/bin/python -m pip install --quiet --disable-pip-version-check matplotlib==3.11.0
+	.rehearsal/venv/bin/python tests/rehearsal/plot_instants.py docs/kill-at-any-instant.json docs/kill-at-any-instant.png
+
 bench: simulator  ## Measure: ratios against the one-liner
 	$(BIN)/python -m pytest tests/bench -s $(PYTEST_ARGS)
 
@@ -90,4 +101,4 @@ docs: setup  ## Write the roles' variables into their README files
 	PYTHONPATH=plugin_utils $(BIN)/python -m gpu_control.role_readme roles/*/
 
 clean: simulator-stop  ## Remove what was built (not artifacts/: those are your records)
-	rm -rf .venv .simulated-host .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible
+	rm -rf .venv .rehearsal .simulated-host .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible

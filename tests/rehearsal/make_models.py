@@ -1,8 +1,9 @@
-"""Makes target/, a tiny Llama that has learnt a small text by heart, and drafter/, an EAGLE-3 drafter that follows it.
+"""Makes target/, a tiny Llama that has learnt a small text by heart, and drafter/, an EAGLE-3 drafter that follows it;
+random-target/ and random-drafter/ have learnt nothing.
 
-Runs in the rehearsal's own environment: ``python make_models.py FOLDER [--seconds 75] [--drafter-seconds 60]``. The
-answers are then checkable sentences, and the accept length is one that a drafter earned. Random weights, which the kit
-that this came from makes, give gibberish and an accept length of 1.0.
+Runs in the rehearsal's own environment: ``python make_models.py FOLDER``. The
+answers are then checkable sentences, and the accept length is one that a drafter earned. Random weights give gibberish
+and an accept length of 1.0, which a health check has to refuse.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -89,15 +91,19 @@ def batches(ids: list[list[int]], size: int) -> torch.Tensor:
     return torch.tensor([one + [-1] * (longest - len(one)) for one in chosen])
 
 
-def train_target(ids: list[list[int]], seconds: float) -> LlamaForCausalLM:
-    """Until it knows every document by heart, or the time is up."""
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **_without(COMMON, "model_type", "torch_dtype")))
-    model = model.float().train()
+def new_target() -> LlamaForCausalLM:
+    facts = {name: value for name, value in COMMON.items() if name not in ("model_type", "torch_dtype")}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **facts)).float()
+
+
+def train_target(ids: list[list[int]], steps: int) -> LlamaForCausalLM:
+    """So many steps, after which it knows every document by heart."""
+    model = new_target().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98))
-    began, step, average = time.monotonic(), 0, 5.0
-    while (spent := time.monotonic() - began) < seconds:
+    began, average = time.monotonic(), 5.0
+    for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, step / 20) * max(0.1, 1 - spent / seconds)
+            group["lr"] = 3e-3 * min(1.0, step / 20) * max(0.05, 1 - step / steps)
         batch = batches(ids, 8)
         loss = model(
             input_ids=batch.clamp_min(0), attention_mask=(batch >= 0).long(), labels=batch.masked_fill(batch < 0, -100)
@@ -106,16 +112,10 @@ def train_target(ids: list[list[int]], seconds: float) -> LlamaForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        average, step = 0.95 * average + 0.05 * float(loss.detach()), step + 1
+        average = 0.95 * average + 0.05 * float(loss.detach())
         if step % 50 == 0:
-            print(f"target: step {step}, {spent:.0f} s, loss {average:.3f}", flush=True)
-        if step > 150 and average < 0.05:
-            break
+            print(f"target: step {step}, {time.monotonic() - began:.0f} s, loss {average:.3f}", flush=True)
     return model.eval().to(torch.bfloat16)
-
-
-def _without(facts: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name not in names}
 
 
 class Norm(nn.Module):
@@ -178,7 +178,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def train_drafter(
-    target: LlamaForCausalLM, ids: list[list[int]], draft_ids: torch.Tensor, seconds: float
+    target: LlamaForCausalLM, ids: list[list[int]], draft_ids: torch.Tensor, steps: int
 ) -> tuple[Drafter, list[float]]:
     """On the target's own features; returns it and the share of right first, second and third drafts."""
     drafter = Drafter().train()
@@ -186,10 +186,10 @@ def train_drafter(
     embed = target.get_input_embeddings().weight.detach().float()
     place = torch.full((VOCABULARY,), -100)
     place[draft_ids] = torch.arange(len(draft_ids))
-    began, step, right = time.monotonic(), 0, [0.0] * DRAFTS
-    while (spent := time.monotonic() - began) < seconds:
+    began, right = time.monotonic(), [0.0] * DRAFTS
+    for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, step / 20) * max(0.1, 1 - spent / seconds)
+            group["lr"] = 2e-3 * min(1.0, step / 20) * max(0.05, 1 - step / steps)
         batch = batches(ids, 8)
         with torch.no_grad():
             seen = target(batch.clamp_min(0), output_hidden_states=True)
@@ -215,13 +215,28 @@ def train_drafter(
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        step += 1
         if step % 50 == 0:
             shown = ", ".join(f"{share:.2f}" for share in right)
-            print(f"drafter: step {step}, {spent:.0f} s, right drafts {shown}", flush=True)
-        if step > 150 and min(right) > 0.9:
-            break
+            print(f"drafter: step {step}, {time.monotonic() - began:.0f} s, right drafts {shown}", flush=True)
     return drafter.eval(), right
+
+
+def save_target(model: LlamaForCausalLM, folder: Path) -> None:
+    model.save_pretrained(folder)
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, **COMMON}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def save_drafter(drafter: Drafter, draft_ids: torch.Tensor, folder: Path) -> None:
+    folder.mkdir()
+    chosen = torch.zeros(VOCABULARY, dtype=torch.bool)
+    chosen[draft_ids] = True
+    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in drafter.tensors().items()}
+    tensors |= {"d2t": draft_ids - torch.arange(DRAFT_VOCABULARY), "t2d": chosen}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, **COMMON}
+    config["draft_vocab_size"] = DRAFT_VOCABULARY
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, found: list[tuple[str, str]]) -> int:
@@ -243,43 +258,32 @@ def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, found: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=75, help="longest training of the target")
-    parser.add_argument("--drafter-seconds", type=float, default=60, help="longest training of the drafter")
+    parser.add_argument("--steps", type=int, default=360, help="of the target's training")
+    parser.add_argument("--drafter-steps", type=int, default=160, help="of the drafter's")
     options = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     began = time.monotonic()
-    target_folder, drafter_folder = options.folder / "target", options.folder / "drafter"
-    for folder in (target_folder, drafter_folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    target_folder = options.folder / "target"
+    target_folder.mkdir(parents=True)
     found = pairs(TEXT.read_text())
     texts = documents(found)
     tokenizer = make_tokenizer(texts, target_folder)
     ids = [tokenizer(text)["input_ids"] for text in texts]
 
-    target = train_target(ids, options.seconds)
-    target.save_pretrained(target_folder)
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, **COMMON}
-    (target_folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    target = train_target(ids, options.steps)
+    save_target(target, target_folder)
+    shutil.copytree(target_folder, options.folder / "random-target")
+    save_target(new_target().to(torch.bfloat16), options.folder / "random-target")
 
     counts = torch.zeros(VOCABULARY)
     for one in ids:
         counts += torch.bincount(torch.tensor(one), minlength=VOCABULARY)
     draft_ids = counts.topk(DRAFT_VOCABULARY).indices.sort().values
-    drafter, right = train_drafter(target, ids, draft_ids, options.drafter_seconds)
-    chosen = torch.zeros(VOCABULARY, dtype=torch.bool)
-    chosen[draft_ids] = True
-    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in drafter.tensors().items()}
-    tensors |= {"d2t": draft_ids - torch.arange(DRAFT_VOCABULARY), "t2d": chosen}
-    save_file(tensors, drafter_folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        **COMMON,
-        "draft_vocab_size": DRAFT_VOCABULARY,
-    }
-    (drafter_folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_drafter(Drafter(), draft_ids, options.folder / "random-drafter")
+    drafter, right = train_drafter(target, ids, draft_ids, options.drafter_steps)
+    save_drafter(drafter, draft_ids, options.folder / "drafter")
 
     facts = {
         "known_by_heart": answers(target, tokenizer, found),
