@@ -1,10 +1,12 @@
-"""The reset under every Python that a managed host may have, by each of the two ways in which it gets there."""
+"""The code of the reset on the simulated host: under every Python of a managed host, by each way it gets there."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from gpu_control import lean
 from gpu_host import arguments
 
-from simulator.host import SimulatedHost
+from simulator.host import SimulatedHost, wait_for
 from tests.unit.real_pythons import pythons
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +27,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHost]:
         yield host
 
 
-def parameters(host: SimulatedHost) -> dict[str, Any]:
+def parameters(host: SimulatedHost, **given: Any) -> dict[str, Any]:
     folder = host.folder
     return {name: spec["default"] for name, spec in arguments.GPU_RESET.items()} | {
         "own_processes_only": True,
@@ -35,6 +37,7 @@ def parameters(host: SimulatedHost) -> dict[str, Any]:
         "state_folder": str(folder / "host-state"),
         "lock_folders": [str(folder / "home" / ".cache" / "torch_extensions")],
         "grace": 0.2,
+        **given,
     }
 
 
@@ -48,13 +51,13 @@ def by_the_lean_path(python: str, host: SimulatedHost) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def by_an_import(python: str, host: SimulatedHost) -> dict[str, Any]:
+def by_an_import(python: str, host: SimulatedHost, **given: Any) -> dict[str, Any]:
     program = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); from gpu_host import reset;"
         " print(json.dumps(reset.run(json.loads(sys.argv[2]), False)))"
     )
     done = subprocess.run(
-        [python, "-c", program, str(ROOT / "module_utils"), json.dumps(parameters(host))],
+        [python, "-c", program, str(ROOT / "module_utils"), json.dumps(parameters(host, **given))],
         capture_output=True,
         env=os.environ | host.reset_environment(),
         timeout=60,
@@ -72,4 +75,19 @@ def test_a_hung_server_ends_and_the_bystander_lives(way: Any, python: str, host:
     assert record["simulated"]
     assert server.main_pid in {row["pid"] for row in record["killed"]}
     assert job.alive()
+    assert not server.processes()
+
+
+def test_an_orphan_that_has_no_gpu_yet_is_not_ended_for_one_gpu_and_makes_the_host_dirty(host: SimulatedHost) -> None:
+    server = host.start_server("importing", gpus=[0, 1], tp=2, import_seconds=600)
+    wait_for(lambda: len(server.processes()) >= 4, "children that import", 10)
+    os.kill(server.main_pid, signal.SIGKILL)
+    wait_for(lambda: server.main_pid not in server.processes(), "the main's end", 10)
+    orphans = set(server.processes())
+    record = by_an_import(sys.executable, host, gpus=["5"])
+    assert record["verdict"] == "dirty"
+    assert "may still take" in record["reason"]
+    assert not record["killed"]
+    assert set(server.processes()) == orphans
+    assert by_an_import(sys.executable, host)["verdict"] == "clean"
     assert not server.processes()
