@@ -16,8 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from .driver import procs, raw, scenarios, servers
-from .driver.session import REPOSITORY, Session
+from .driver import deploy, procs, raw, scenarios, servers
+from .driver.session import RECORDS, REPOSITORY, Session
 
 TORCH = ["idle", "torch-processes"]
 ONE_GPU = [
@@ -29,7 +29,18 @@ ONE_GPU = [
     "main-killed-ready",
 ]
 TWO_GPUS = ["two-gpus-torch", "two-gpus-sglang", "two-gpus-tp2", "instants-1", "instants-2"]
-NAMED_SETS = {"torch": TORCH, "one": ONE_GPU, "two": TWO_GPUS, "two-torch": ["two-gpus-torch"]}
+DEPLOY = [
+    "deploy-baseline",
+    "deploy-again",
+    "deploy-simulated-acceptance",
+    "deploy-random-drafter",
+    "deploy-eagle3",
+    "deploy-stalled",
+    "deploy-kernel",
+    "deploy-readings",
+    "deploy-end",
+]
+NAMED_SETS = {"torch": TORCH, "one": ONE_GPU, "two": TWO_GPUS, "two-torch": ["two-gpus-torch"], "deploy": DEPLOY}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -159,7 +170,15 @@ def main(words: list[str] | None = None) -> int:
         session.end_bystanders()
         session.write("end", failures=session.failures)
         session.tracker.close()
-        pack(args.out / "raw.tar.xz", session.work / "logs", session.work / "host-state")
+        deploy.end_all(session)
+        pack(
+            args.out / "raw.tar.xz",
+            session.work / "logs",
+            session.work / "host-state",
+            session.work / "config",
+            RECORDS.parent / "health",
+            RECORDS.parent / "preflight",
+        )
         if args.keep_caches:
             pack(args.out / "jit-caches.tar.xz", session.bundle.home)
     print(f"\n{len(session.failures)} checks failed" + "".join(f"\n  {line}" for line in session.failures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import run
-from tests.gpu.driver import procs, raw, scenarios, session
+from tests.gpu.driver import play, procs, raw, scenarios, servers, session, wheels
 
 TORCH = """
 import os, pathlib, types
@@ -30,7 +31,7 @@ import json, os, pathlib, signal, sys, time
 sys.path.insert(0, {repository!r})
 from tests.gpu.driver import procs
 spare = {spare!r}
-found = [one for one in procs.all_facts() if procs.mark_of(one.pid) and one.alive]
+found = [one for one in procs.all_facts() if procs.mark_of(one.pid).startswith("torch-") and one.alive]
 mains = [one for one in found if "sglang.launch_server" in one.argv]
 for one in mains:
     os.kill(one.pid, signal.SIGTERM)
@@ -125,6 +126,26 @@ def test_a_reset_that_leaves_a_process_and_says_clean_is_caught_and_the_process_
 def test_a_scenario_that_does_not_fit_the_time_or_the_gpus_is_skipped_and_told(host: Host) -> None:
     _, events = host.play("two-gpus-torch")
     assert [event["why"] for event in events if event["kind"] == "skipped"] == ["needs 2 GPUs"]
+
+
+def test_what_the_tasks_of_a_playbook_returned_is_kept_also_of_one_that_fails(host: Host) -> None:
+    playbook = host.folder / "two-tasks.yml"
+    tasks = [{"ansible.builtin.debug": {"msg": "seen"}}, {"ansible.builtin.fail": {"msg": "on purpose"}}]
+    playbook.write_text(json.dumps([{"hosts": "gpu_hosts", "gather_facts": False, "tasks": tasks}]))
+    bundle = servers.Bundle(host.folder / "bundle")
+    command = [str(Path(sys.executable).with_name("ansible-playbook"))]
+    opened = session.Session(host.folder / "out", host.folder / "work", command, bundle, "abc", {}, float("inf"))
+    done = play.play(opened, str(playbook), "two tasks", {}, 60)
+    opened.tracker.close()
+    assert (done.rc, done.failed_action, done.last("debug")["msg"]) == (2, "fail", "seen"), done.output
+    assert done.last("fail")["msg"] == "on purpose"
+
+
+def test_wheels_made_from_what_is_installed_can_be_installed_without_a_network(tmp_path: Path) -> None:
+    assert wheels.repack(sys.executable, ["packaging"], tmp_path / "wheels") == ""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(tmp_path / "wheels")]
+    subprocess.run([*pip, "--target", str(tmp_path / "site"), "packaging"], check=True)
+    assert (tmp_path / "site" / "packaging" / "version.py").exists()
 
 
 def test_every_named_set_consists_of_known_scenarios() -> None:

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Packs what a GPU machine without a network needs: build.sh FOLDER [PYTHON with torch and transformers]
+# Packs what a GPU machine without a network needs: build.sh FOLDER [PYTHON with torch and transformers | MODELS]
 # FOLDER gets site.tar.xz (sglang 0.5.17, 44 MiB), models.tar.xz (8 MiB), wheels/ (Ansible, 2.4 MiB); 1 GB of work space.
+# MODELS: a folder with target/, drafter/ and random-drafter/ of tests/rehearsal/make_models.py, for the set `deploy`.
 set -euo pipefail
 out=$(realpath -m "${1:?folder}")
 torch_python=${2:-}
@@ -37,7 +38,9 @@ find . -name __pycache__ -type d -prune -exec rm -rf {} +
 cd ..
 tar -C site --sort=name --owner=0 --group=0 -cf - . | xz -9e >"$out/site.tar.xz"
 
-if [ -n "$torch_python" ]; then
+if [ -d "$torch_python" ]; then
+    tar -C "$torch_python" --sort=name --owner=0 --group=0 -cf - target drafter random-drafter | xz -9e >"$out/models.tar.xz"
+elif [ -n "$torch_python" ]; then
     (cd models && "$torch_python" "$here/make_tiny_models.py")
     tar -C models --sort=name --owner=0 --group=0 -cf - tiny_w draft | xz -9e >"$out/models.tar.xz"
 fi

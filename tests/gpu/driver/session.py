@@ -276,10 +276,10 @@ class Session:
             rc, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as error:
             rc = -1
-            output = f"not done after {seconds} s\n" + _decoded(error.stdout) + _decoded(error.stderr)
+            output = f"not done after {seconds} s\n" + decoded(error.stdout) + decoded(error.stderr)
         took = round(time.monotonic() - began, 2)
         record = self._record_after(before)
-        changed = _changed(output)
+        changed = changed_of(output)
         self.write(
             "reset",
             label=label,
@@ -362,11 +362,11 @@ class Bystander:
     beat: Path | None
 
 
-def _decoded(value: Any) -> str:
+def decoded(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
-def _changed(output: str) -> int | None:
+def changed_of(output: str) -> int | None:
     """changed=N of the play recap, whatever the callback; None when there is none."""
     for line in reversed(output.splitlines()):
         for word in line.split():
