@@ -334,7 +334,7 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_is_changed(
     variables = {**idle.variables(), **bad}
     arguments = {option: variables[name] for option, name in given.items() if name in variables}
     done = idle.host.ansible("server_launch", arguments)
-    assert done.get("failed") is True and str(done["msg"]).startswith("Nothing was done."), done
+    assert done.get("refused") is True and str(done["msg"]).startswith("Nothing was done."), done
     assert sentence in str(done["msg"]), done["msg"]
     assert idle.host.exec("ls -d /etc/sglang /var/lib/gpu-host/deployments", check=False).stdout == ""
 
