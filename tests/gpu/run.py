@@ -52,6 +52,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="comma-separated names or sets: " + ", ".join([*NAMED_SETS, *scenarios.ALL]),
     )
     parser.add_argument("--seconds", type=float, default=1800, help="no scenario starts that would not end by then")
+    parser.add_argument("--play-seconds", type=float, default=170, help="longest deployment")
     parser.add_argument("--bundle", type=Path, default=Path("/tmp/gpu-session"), help="what setup.sh unpacked")
     parser.add_argument("--playbook-command", default="ansible-playbook")
     parser.add_argument("--server-python", default=sys.executable, help="interpreter with torch (and SGLang)")
@@ -154,6 +155,7 @@ def main(words: list[str] | None = None) -> int:
         commit=commit_of(args),
         variables=args.variables,
         end=time.monotonic() + args.seconds,
+        play_seconds=args.play_seconds,
     )
     session.open()
     if not session.bundle.ready():

@@ -22,6 +22,8 @@ from .scenarios import holders, scenario
 from .session import REPOSITORY, Session
 
 NAME = "deployed"
+# What the tracker calls it, and its mark: two sessions on one machine must not take each other's.
+TRACKED = f"{NAME}-{os.getpid()}"
 PORT = 29000
 SPECULATION = {"algorithm": "EAGLE3", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
 ARGUMENTS: dict[str, Any] = {
@@ -38,13 +40,12 @@ ARGUMENTS: dict[str, Any] = {
 }
 # What a machine sets so that its CUDA is found; a deployed server gets nothing that is not named.
 MACHINE = ("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH")
-PLAY_SECONDS = 170.0  # longest deployment; a cold start was measured at 71 to 93 s
 NAMED_WITHIN = 30.0  # seconds from a stall to the report that names the rank
 
 
 def environment(s: Session) -> dict[str, str]:
     """The server's, as servers.sglang_environment without what it would inherit from the session."""
-    whole = servers.sglang_environment(s.bundle, NAME, s.bundle.home)
+    whole = servers.sglang_environment(s.bundle, TRACKED, s.bundle.home)
     chosen = set(servers.MULTICAST_OFF) | {procs.MARK, *MACHINE, "PYTHONPATH", "HOME", "PYTHONPYCACHEPREFIX"}
     chosen |= {"TORCHINDUCTOR_CACHE_DIR", "SGLANG_IS_FLASHINFER_AVAILABLE", "HF_HUB_OFFLINE", "CUDA_HOME"}
     return {name: whole[name] for name in sorted(chosen) if name in whole}
@@ -71,7 +72,7 @@ def variables(s: Session, *, more_environment: dict[str, str] | None = None, **m
         "server_launch_working_folder": str(s.work),
         "gpu_reset_state_folder": str(s.work / "host-state"),
         "gpu_reset_grace": 20,
-        "server_health_timeout": PLAY_SECONDS - 30,
+        "server_health_timeout": s.play_seconds - 30,
         "server_health_request_timeout": 30,
         "server_health_chat_tokens": 32,
         "server_health_gpu_mib": 512,
@@ -88,26 +89,27 @@ def variables(s: Session, *, more_environment: dict[str, str] | None = None, **m
     }
 
 
-def deploy(s: Session, which: str, label: str, given: dict[str, Any], seconds: float = PLAY_SECONDS) -> Played:
+def deploy(s: Session, which: str, label: str, given: dict[str, Any], seconds: float = 0) -> Played:
+    """At most so many seconds; 0: as long as the session grants a deployment."""
     if which == "baseline":
         given = {name: value for name, value in given.items() if name != "sglang_speculation"}
-    return play(s, f"playbooks/deploy-{which}.yml", label, given, seconds)
+    return play(s, f"playbooks/deploy-{which}.yml", label, given, seconds or s.play_seconds)
 
 
 def found(s: Session) -> servers.Server | None:
     """The deployed server as it runs now, by its mark; followed from here on."""
-    if NAME not in s.tracker.names():
-        s.tracker.add(NAME, (0, 0))
-    mains = [one for one in s.tracker.alive(NAME) if "sglang.launch_server" in one.argv]
+    if TRACKED not in s.tracker.names():
+        s.tracker.add(TRACKED, (0, 0))
+    mains = [one for one in s.tracker.alive(TRACKED) if "sglang.launch_server" in one.argv]
     if not mains:
         return None
-    s.tracker.add(NAME, mains[-1].key)
-    return servers.Server(NAME, PORT, s.log(NAME), mains[-1].key)
+    s.tracker.add(TRACKED, mains[-1].key)
+    return servers.Server(TRACKED, PORT, s.log(NAME), mains[-1].key)
 
 
 def end_all(s: Session) -> None:
     """Where the last scenario did not get its turn: what still runs of the server ends with the session."""
-    if NAME in s.tracker.names():
+    if TRACKED in s.tracker.names():
         server = found(s)
         s.started += [server] if server else []
         s.sweep()
@@ -144,7 +146,7 @@ def expect_replaced(s: Session, done: Played, old: servers.Server | None, new: s
         old is not None and new is not None and not procs.is_alive(old.main) and new.main != old.main,
         {"old": old and old.main, "new": new and new.main},
     )
-    mains = [one.pid for one in s.tracker.alive(NAME) if "sglang.launch_server" in one.argv]
+    mains = [one.pid for one in s.tracker.alive(TRACKED) if "sglang.launch_server" in one.argv]
     s.check("one main process of it runs", len(mains) == 1, mains)
 
 
@@ -182,7 +184,7 @@ def baseline(s: Session) -> None:
 def again(s: Session) -> None:
     """The same once more changes nothing and restarts nothing."""
     before = found(s)
-    done = deploy(s, "baseline", "baseline again", variables(s), 60)
+    done = deploy(s, "baseline", "baseline again", variables(s), s.play_seconds / 2)
     after = look(s, "again")
     launch = done.last("server_launch")
     s.check("a second deployment reports changed=0", (done.rc, done.changed) == (0, 0), done.output[-500:])
@@ -216,7 +218,7 @@ def simulated_acceptance(s: Session) -> None:
     )
     if server is None:
         return
-    done = deploy(s, "eagle3", "simulated acceptance, lossless", variables(s, **settings), 60)
+    done = deploy(s, "eagle3", "simulated acceptance, lossless", variables(s, **settings), s.play_seconds / 2)
     expect_refused(s, done, "lossless", "differs from token")
     now = look(s, "refused")
     s.check("it was looked at, not restarted", pid_of(now) == pid_of(server), [pid_of(server), pid_of(now)])
@@ -236,7 +238,11 @@ def random_drafter(s: Session) -> None:
     if server is None:
         return
     done = deploy(
-        s, "eagle3", "random drafter, any length", variables(s, **settings, server_health_accept_length=1.0), 60
+        s,
+        "eagle3",
+        "random drafter, any length",
+        variables(s, **settings, server_health_accept_length=1.0),
+        s.play_seconds / 2,
     )
     expect_ready(s, done)
     text = step(done, "lossless").get("found", "")
@@ -274,15 +280,16 @@ def stalled(s: Session) -> None:
     given["server_health_accept_length"] = 0
     before = _requests(server)
     running = Running(s, "playbooks/deploy-eagle3.yml", "soak of a server that stalls", given, ())
-    soaked = procs.wait_until(lambda: _requests(server) - before > 60 or running.over(), 40)
+    soaked = procs.wait_until(lambda: _requests(server) - before > 60 or running.over(), s.play_seconds / 4)
     s.check("the soak is under way", soaked and not running.over(), _requests(server) - before)
     s.kill(workers[0].key, signal.SIGSTOP)
     began = time.monotonic()
+    servers.generate_in_background(server.port)  # waits beyond the soak, until the reset
     look_at_it = Running(s, "tests/gpu/playbooks/server-info.yml", "server_info of it", given, ())
     state = look_at_it.wait(40).last("server_info")
     s.write("seconds", what="server_info after the stall", seconds=round(time.monotonic() - began, 1))
     s.check("server_info says hung", (state.get("states") or {}).get(NAME) == "hung", state.get("servers"))
-    done = running.wait(90)
+    done = running.wait(s.play_seconds)
     health = done.last("server_health")
     took = done.ended - began
     name, pid = workers[0].title, workers[0].pid

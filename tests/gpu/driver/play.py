@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -92,7 +93,8 @@ class Running:
         try:
             rc = self._child.wait(max(1.0, seconds - (time.monotonic() - self._began)))
         except subprocess.TimeoutExpired:
-            self._child.kill()  # our own child; what it had started the sweep ends
+            # Our own session: ansible-playbook and its workers. A server that it had started leads one of its own.
+            os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
             rc = -1
         self._reader.join(5)

@@ -46,6 +46,7 @@ class Session:
     commit: str
     variables: dict[str, Any]
     end: float
+    play_seconds: float = 170  # longest deployment; a cold start was measured at 71 to 93 s
     records: Path = field(default_factory=lambda: RECORDS)
     tracker: procs.Tracker = field(default_factory=procs.Tracker)
     scenario: str = ""
