@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,16 @@ def test_a_failed_launch_goes_back_to_the_last_good_one(target: Target) -> None:
     assert target.active() == "active"
     answer = target.host.exec(["python3", "-c", ASK, "http://127.0.0.1:30000/server_info", ""]).stdout
     assert json.loads(answer)["speculative_algorithm"] is None
+
+
+def test_the_next_host_is_not_touched_before_the_last_one_is_ready(start_gpu_host: Callable[..., Host]) -> None:
+    first, second = Target(start_gpu_host()), Target(start_gpu_host())
+    both = f"--limit={first.host.name},{second.host.name}"
+    failed = first.deploy("eagle3", both, settings={"FAIL": "kernel-package-missing"})
+    assert failed.status != 0 and "Follow it until it is ready" in failed.output
+    assert second.host.exec("ls /etc/systemd/system/sglang.service", check=False).returncode != 0
+    assert first.deploy("eagle3", both).status == 0
+    assert first.main_pid() > 0 and second.main_pid() > 0
 
 
 def test_two_servers_share_a_host_by_their_gpus_and_neither_touches_the_other(target: Target) -> None:

@@ -27,7 +27,8 @@ def test_the_key_is_nowhere_but_in_a_private_file(host: Any) -> None:
     assert host.file("/etc/sglang/kimi.yaml").mode == 0o600
     assert host.file("/var/log/sglang/kimi.log").mode == 0o600
     assert KEY not in host.check_output("ps -eo args")
-    assert KEY not in host.check_output("journalctl --no-pager --output=cat")
+    journal = host.check_output("journalctl --no-pager --output=cat --identifier=kimi")
+    assert "fired up and ready to roll" in journal and KEY not in journal
 
 
 def test_every_worker_carries_the_nccl_profile(host: Any) -> None:
