@@ -165,7 +165,7 @@ def test_the_machine_sees_the_processes_of_its_host_by_their_cgroup(shared_gpu_h
     sshd = next(process for process in shared_gpu_host.processes() if process.comm == "sshd")
     with open(f"/proc/{sshd.outside_pid}/cgroup") as file:
         assert f":{shared_gpu_host.cgroup}/system.slice/ssh.service" in file.read()
-    assert shared_gpu_host.process(1).outside_pid == shared_gpu_host.init  # type: ignore[union-attr]
+    assert shared_gpu_host.process(1).outside_pid == shared_gpu_host.init
 
 
 def test_a_command_in_a_host_is_in_its_cgroup_and_has_a_fresh_environment(shared_gpu_host: Host) -> None:
@@ -210,7 +210,7 @@ def test_a_server_starts_by_nohup_over_ssh_and_as_a_unit_and_answers(start_gpu_h
 
 def test_a_process_that_ssh_started_outlives_its_session(gpu_host: Host) -> None:
     process = gpu_host.start("sleep 600", user="engineer")
-    assert gpu_host.process(process.pid).command == ("sleep", "600")  # type: ignore[union-attr]
+    assert gpu_host.process(process.pid).command == ("sleep", "600")
     assert gpu_host.find("sshd: engineer") == []
 
 

@@ -43,7 +43,9 @@ def test_what_is_fine_is_not_found(host: Any, code: str) -> None:
     assert code not in [row["code"] for row in report(host, "host")["findings"]]
 
 
-@pytest.mark.parametrize("code", ["torch_cpu_only", "torch_missing", "sglang_missing", "port_in_use", "open_without_key"])
+@pytest.mark.parametrize(
+    "code", ["torch_cpu_only", "torch_missing", "sglang_missing", "port_in_use", "open_without_key"]
+)
 def test_what_is_well_planned_is_not_found(host: Any, code: str) -> None:
     assert code not in [row["code"] for row in report(host, "plan")["findings"]]
 
