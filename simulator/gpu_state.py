@@ -170,9 +170,7 @@ class GpuState:
         for line in (self.folder / "gpus.tsv").read_text().splitlines():
             index, minor, identity, bus, name, total, reserved, capability = line.split("\t")
             found.append(
-                SimulatedGpu(
-                    int(index), int(minor), identity, bus, name, int(total), int(reserved), capability
-                )
+                SimulatedGpu(int(index), int(minor), identity, bus, name, int(total), int(reserved), capability)
             )
         return found
 
@@ -224,9 +222,7 @@ class GpuState:
 
     # Faults
 
-    def set_fault(
-        self, fault: str, value: str | int | Iterable[str] = "", *, index: int | None = None
-    ) -> None:
+    def set_fault(self, fault: str, value: str | int | Iterable[str] = "", *, index: int | None = None) -> None:
         """Let the host (no index) or one GPU show a fault; several lines are given as a list."""
         path = self._fault_path(fault, index)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ from simulator.host import (
 )
 
 RECORDED = yaml.safe_load((Path(__file__).parent / "cases" / "sglang_log_lines.yml").read_text())
+RECORDED_LOGS = Path(__file__).resolve().parent.parent / "recorded"
 GENERATE = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}}
 
 
@@ -374,6 +375,22 @@ def test_sigterm_never_ends_a_hung_server_with_a_request_waiting(host: Simulated
     wait_for(lambda: server.log_text().count("Remaining number of requests 1.") >= 5, "five looks", 10)
     assert server.main.alive()
     server.main.send(signal.SIGKILL)
+
+
+def test_sigterm_after_a_failed_health_check_ends_in_diagnostics_that_outlast_a_grace(host: SimulatedHost) -> None:
+    """As recorded from sglang 0.5.23: "force exiting" takes more than a minute."""
+    server = host.start_server("unhealthy", gpus=[2], memory_mib=1000, speed=50).wait_ready()
+    os.kill(server.titled("sglang::scheduler")[0], signal.SIGSTOP)
+    assert server.request("/health")[0] == 503
+    server.main.send(signal.SIGTERM)
+    wait_for(lambda: "for CUDA coredumps before exiting." in server.log_text(), "the diagnostics", 20)
+    assert server.main.alive()
+    assert host.gpus.owners(2) != {}
+    recorded = (RECORDED_LOGS / "cpu" / "eagle3-scheduler-stopped-then-reset.log").read_text()
+    said, mine = ([line[:38] for line in normalized(text)] for text in (recorded, server.log_text()))
+    begin = "Signal SIGTERM received while health check failed. Force exiting."[:38]
+    assert mine[mine.index(begin) :] == said[said.index(begin) :]
+    wait_gone([server.main_pid], 30)
 
 
 def test_a_waiting_request_whose_client_left_is_aborted(host: SimulatedHost) -> None:

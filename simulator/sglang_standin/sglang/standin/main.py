@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import platform
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -205,12 +207,38 @@ class Server:
             self.log.line("Received sigquit from a child process. It usually means the child failed.")
         else:
             self.log.line("SIGQUIT received. signum=None, frame=None. It usually means one child failed.")
-            seconds = self.settings.crash_seconds
-            self.log.line(f"Sleeping {seconds:g} seconds before crash diagnostics to let GPU activity settle.")
-            time.sleep(seconds)
-            if not any(process.is_alive() for process in self.schedulers):
-                self.log.line("No live scheduler processes found; skipping py-spy and CUDA coredump.")
+            self.crash_diagnostics()
         kill_process_tree(self.log, include_parent=True)
+
+    def crash_diagnostics(self) -> None:
+        """What a dying main does before it goes (dump_requests_before_crash): as long as a scheduler lives, more than a
+        minute, in which the schedulers keep their GPUs."""
+        log, seconds = self.log, self.settings.crash_seconds
+        log.line(f"Sleeping {seconds:g} seconds before crash diagnostics to let GPU activity settle.")
+        time.sleep(seconds)
+        alive = [process.pid for process in self.schedulers if process.is_alive()]
+        if not alive:
+            log.line("No live scheduler processes found; skipping py-spy and CUDA coredump.")
+            return
+        for pid in alive:
+            for command in (f"py-spy dump --native --pid {pid}", f"py-spy dump  --pid {pid}"):
+                done = subprocess.run(command, shell=True, capture_output=True, text=True)
+                if done.returncode == 0:
+                    log.line(f"Pyspy dump for PID {pid} ({command}):\n{done.stdout}")
+                    break
+                log.line(f"Pyspy failed ({command}). Error: {done.stderr}")
+            else:
+                log.line(f"All pyspy dump attempts failed for PID {pid}.")
+        hint = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1"
+        log.line(f"CUDA user-triggered coredump is not enabled. Set {hint} before CUDA initialization.")
+        for pid in alive:
+            pipe = os.path.join(os.getcwd(), f"corepipe.cuda.{platform.node()}.{pid}")
+            log.line(
+                f"CUDA coredump pipe not found for PID {pid}: {pipe}. Ensure {hint} was set before this process "
+                "initialized CUDA."
+            )
+        log.line(f"Waiting {self.settings.coredump_seconds:.1f} seconds for CUDA coredumps before exiting.")
+        time.sleep(self.settings.coredump_seconds)
 
     def watch_workers(self) -> threading.Event:
         """Look for dead workers from now on; the event stops it."""

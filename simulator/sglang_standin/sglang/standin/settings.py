@@ -21,6 +21,7 @@ How long things take, in seconds; SPEED (default 1) divides them all
     EXIT_WAIT_SECONDS   how long main waits for that before it kills (default 15)
     WATCH_SECONDS       how often main looks for dead workers (default 1)
     CRASH_SECONDS       between a dead worker and the end of the tree (default 5)
+    COREDUMP_SECONDS    how long main then waits while a scheduler lives (default 60)
     HEALTH_SECONDS      the least time of /health (default 1)
     HEALTH_TIMEOUT_SECONDS   until /health gives up (default: SGLANG_HEALTH_CHECK_TIMEOUT, else 20)
     DISCONNECT_SECONDS  how often a waiting request looks whether its client is still there (default 4)
@@ -72,6 +73,7 @@ SECONDS = {
     "EXIT_WAIT_SECONDS": 15.0,
     "WATCH_SECONDS": 1.0,
     "CRASH_SECONDS": 5.0,
+    "COREDUMP_SECONDS": 60.0,
     "HEALTH_SECONDS": 1.0,
     "DISCONNECT_SECONDS": 4.0,
     "STEP_SECONDS": 0.012,
@@ -105,6 +107,7 @@ class Settings:
     exit_wait_seconds: float
     watch_seconds: float
     crash_seconds: float
+    coredump_seconds: float
     health_seconds: float
     disconnect_seconds: float
     step_seconds: float

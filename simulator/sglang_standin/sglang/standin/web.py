@@ -170,6 +170,7 @@ class Frontend:
             rids = list(self.in_flight)
             if self.status == "UnHealthy":
                 self.log.line("Signal SIGTERM received while health check failed. Force exiting.")
+                self.server.crash_diagnostics()
                 break
             self.log.line(
                 f"Gracefully exiting... Remaining number of requests {len(rids)}. "
