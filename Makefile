@@ -80,7 +80,7 @@ rehearsal: simulator  ## Real SGLang on the CPU: deployed, hung, reset (3.4 GB a
 # REHEARSAL_RECORD=1 with `make rehearsal` writes what the server answered into tests/recorded.
 rehearsal-instants: simulator  ## Kill a starting SGLang at 30 instants and reset; docs/kill-at-any-instant.png
 	$(BIN)/python -m tests.rehearsal.environment
-	$(BIN)/python -m tests.rehearsal.instants --instants 30 --into docs/kill-at-any-instant.json
+	PYTHONPATH=module_utils $(BIN)/python -m tests.rehearsal.instants --instants 30 --into docs/kill-at-any-instant.json
 	.rehearsal/venv/bin/python -m pip install --quiet --disable-pip-version-check matplotlib==3.11.0
 	.rehearsal/venv/bin/python tests/rehearsal/plot_instants.py docs/kill-at-any-instant.json docs/kill-at-any-instant.png
 
