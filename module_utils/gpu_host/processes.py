@@ -59,6 +59,8 @@ SUBREAPERS = (
 )
 SSHD = ("sshd", "sshd-session", "sshd-auth")
 COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "fatbinary", "nvlink")
+# By those names also unrelated builds run: a run id in the environment has to say whose they are.
+HOST_COMPILER = re.compile(r"(?:[\w.-]+-)?(?:cc|gcc|c\+\+|g\+\+|clang|clang\+\+)(?:-[\d.]+)?|cc1|cc1plus|collect2")
 RUN_ID = "SGLANG_RUN_ID"  # set by the main process for its children (sglang 0.5.17 and 0.5.23, engine.py)
 # The compiled extensions themselves: a folder of that name somewhere in a path proves nothing.
 KERNEL_LIBRARY = re.compile(r"/(?:sgl_kernel/(?:sm\d+/)?(?:common|flash|spatial)_ops|vllm/_C)[^/]*\.so$")
@@ -168,6 +170,8 @@ def helper(process: Process) -> str:
     if run.script.endswith("torch/_inductor/compile_worker/__main__.py"):
         return "torch inductor worker"
     if process.exe_name in COMPILERS or (run.script and PurePosixPath(run.script).name in COMPILERS):
+        return "compiler"
+    if HOST_COMPILER.fullmatch(process.exe_name):
         return "compiler"
     if len(process.argv) == 1 and is_interpreter(process.exe_name) and not is_interpreter(process.title):
         return "renamed worker"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from gpu_host.processes import Patterns, classify, servers_on_gpus
+from gpu_host.processes import HOST_COMPILER, Patterns, classify, servers_on_gpus
 from gpu_host.procfs import Proc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -102,6 +102,18 @@ def test_the_patterns_as_shipped_are_accepted() -> None:
     assert Patterns().problems() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "compiles"),
+    [
+        ("x86_64-linux-gnu-g++-12", True), ("gcc", True), ("c++", True), ("cc1plus", True), ("clang-18", True),
+        ("aarch64-linux-gnu-gcc-13.2", True), ("ccache", False), ("gcc-monitor", False), ("vim", False),
+    ],
+)  # fmt: skip
+def test_a_host_compiler_is_known_by_its_whole_name(name: str, compiles: bool) -> None:
+    """torch's inductor and triton have them run on GPU hosts too."""
+    assert bool(HOST_COMPILER.fullmatch(name)) is compiles
+
+
 SPAWN = ["/usr/bin/python3", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()"]
 # (how it is started, argv, exe, environment, may it be ended when its parent is gone)
 STARTS: list[tuple[str, list[str], str, dict[str, str], bool]] = [
@@ -109,6 +121,8 @@ STARTS: list[tuple[str, list[str], str, dict[str, str], bool]] = [
     ("worker", ["sglang::scheduler_TP0"], "/usr/bin/python3", {"SGLANG_RUN_ID": "r1"}, True),
     ("spawned", SPAWN, "/usr/bin/python3", {"SGLANG_RUN_ID": "r1"}, True),
     ("compiler", ["nvcc", "x.cu"], "/usr/local/cuda/bin/nvcc", {"SGLANG_RUN_ID": "r1"}, True),
+    ("compiler", ["g++", "x.cpp"], "/usr/bin/x86_64-linux-gnu-g++-12", {"SGLANG_RUN_ID": "r1"}, True),
+    ("build", ["gcc", "x.c"], "/usr/bin/x86_64-linux-gnu-gcc-12", {"A": "b"}, False),
     ("data-job-child", SPAWN, "/usr/bin/python3", {"A": "b"}, False),
     ("data-job", ["/usr/bin/python3", "prep.py", "sglang"], "/usr/bin/python3", {"A": "b"}, False),
     ("training", ["/usr/bin/python3", "train.py"], "/usr/bin/python3", {"A": "b"}, False),
@@ -157,7 +171,7 @@ def test_in_any_tree_no_bystander_is_chosen_and_every_server_process_is(
         """Whether it, or an ancestor, is an orphan in a session that a server leads: the rules give it to that one."""
         while place >= 0:
             start, parent, session = rows[place]
-            if STARTS[start][0] == "data-job-child" and session >= 0 and STARTS[rows[session][0]][0] == "server":
+            if STARTS[start][0] in ("data-job-child", "build") and session >= 0 and STARTS[rows[session][0]][0] == "server":
                 return True
             place = parent
         return False
