@@ -171,7 +171,8 @@ def test_in_any_tree_no_bystander_is_chosen_and_every_server_process_is(
         """Whether it, or an ancestor, is an orphan in a session that a server leads: the rules give it to that one."""
         while place >= 0:
             start, parent, session = rows[place]
-            if STARTS[start][0] in ("data-job-child", "build") and session >= 0 and STARTS[rows[session][0]][0] == "server":
+            alike = STARTS[start][0] in ("data-job-child", "build")
+            if alike and session >= 0 and STARTS[rows[session][0]][0] == "server":
                 return True
             place = parent
         return False
