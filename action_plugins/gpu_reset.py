@@ -41,6 +41,20 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "model_staging": (arguments.MODEL_STAGING, "staging"),
 }
 
+# What narrows or describes a host: without it a call could end processes that the inventory leaves out.
+HOST_OPTIONS = (
+    "own_processes_only",
+    "protected",
+    "scope_cgroup",
+    "scope_folder",
+    "device_folder",
+    "shm_folder",
+    "state_folder",
+    "server_modules",
+    "server_commands",
+    "server_titles",
+)
+
 display = Display()
 
 
@@ -59,7 +73,7 @@ class ActionModule(ActionBase):
         # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
         if not_ready := self._variable(task_vars, "gpu_host_not_ready"):
             return {**result, "failed": True, "refused": True, "msg": str(not_ready)}
-        validated = ArgumentSpecValidator(spec).validate(self._task.args)
+        validated = ArgumentSpecValidator(spec).validate({**self._host_options(task_vars, spec), **self._task.args})
         problems = validated.error_messages or arguments.problems(validated.validated_parameters)
         if name == "nccl_environment" and not problems:
             problems = nccl_environment.problems(validated.validated_parameters)
@@ -134,6 +148,14 @@ class ActionModule(ActionBase):
             self._remove_tmp_path(self._connection._shell.tmpdir)
             returned.pop("finished", None)  # only async needs it
         return returned
+
+    def _host_options(self, task_vars: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+        """What the inventory says of the host holds for a call outside of the roles, an ad hoc one, too."""
+        none_given = not any(self._task.environment or ())
+        if none_given and (environment := self._variable(task_vars, "gpu_host_environment")):
+            self._task.environment = [environment]
+        values = {option: self._variable(task_vars, f"gpu_reset_{option}") for option in HOST_OPTIONS if option in spec}
+        return {option: value for option, value in values.items() if value is not None}
 
     def _variable(self, task_vars: dict[str, Any], name: str) -> Any:
         """A variable of the host that the task runs on, which is another one under delegate_to."""

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         if options.action == "status":
             return _status(host)
         if options.action == "stop":
-            print(f"Ended {len(host.stop())} processes of the simulated host in {host.folder}.")
+            print(f"Ended {len(host.switch_off())} processes of the simulated host in {host.folder}.")
             return 0
         began = time.monotonic()
         scenario = options.scenario if options.action == "start" else host.scenario or options.scenario

@@ -140,7 +140,8 @@ class SimulatedHost:
 
     def create(self, gpus: int = 8, minors: Sequence[int] | None = None, scenario: str = "") -> SimulatedHost:
         """Make the folder anew; what ran in it is ended. Raises `HostError` when the folder is somebody else's."""
-        if self.folder.exists() and any(self.folder.iterdir()):
+        # `make` builds the library before there is a host.
+        if self.folder.exists() and any(entry.name != "lib" for entry in self.folder.iterdir()):
             if not (self.folder / "host.json").is_file():
                 raise HostError(f"{self.folder} is not empty and no simulated host; choose another folder.")
             self.stop()
@@ -345,6 +346,12 @@ class SimulatedHost:
                 found[pid] = line
         found.pop(os.getpid(), None)
         return found
+
+    def switch_off(self) -> list[int]:
+        """Stop it, and take its GPUs away, so that a reset finds no host any more."""
+        ended = self.stop()
+        (self.folder / "state" / "gpus.tsv").unlink(missing_ok=True)
+        return ended
 
     def stop(self, seconds: float = 10) -> list[int]:
         """End every process of this host; returns their pids. Raises `HostError` when one does not end."""

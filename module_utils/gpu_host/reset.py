@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -179,6 +180,7 @@ class Reset:
     def _note_gpus(self, verdicts: Sequence[tuple[Gpu, Verdict]]) -> None:
         """Put readings and verdicts into the record; the first readings stay as those from before."""
         before = {gpu["uuid"]: gpu["used_mib_before"] for gpu in self.record["gpus"]}
+        planned = {row["pid"] for row in self.record["killed"]} if self.check_mode else set()
         self.record["gpus"] = [
             {
                 "index": gpu.index,
@@ -186,7 +188,7 @@ class Reset:
                 "used_mib_before": before.get(gpu.uuid, gpu.used_mib),
                 "used_mib_after": gpu.used_mib,
                 "verdict": one.verdict,
-                "cure": one.cure,
+                "cure": "This reset would end what uses it." if planned and planned >= set(one.pids) else one.cure,
                 "detail": one.detail,
                 "pids": one.pids,
             }
@@ -354,7 +356,8 @@ class Reset:
                 continue
             verdicts, settled = self.survey.judge(look, self.policy, unkillable)
             clean = all(one.clean for _, one in verdicts) and settled
-            hopeless = not look.chosen and settled and not any(_may_change(one) for _, one in verdicts)
+            ending = look.chosen and "kill" in self.params["phases"]
+            hopeless = not ending and settled and not any(_may_change(one) for _, one in verdicts)
             if clean or hopeless or deadline.expired():
                 break
             time.sleep(min(pause, deadline.remaining()))
@@ -368,12 +371,22 @@ class Reset:
         self._note_ports(look)
         if self.check_mode:
             return
+        self._note_left(look, unkillable)
+
+    def _note_left(self, look: Look, unkillable: frozenset[int]) -> None:
+        """Server processes that are there at the end, one sentence a server."""
         killed = {row["pid"] for row in self.record["killed"]} | unkillable
+        left: dict[str, list[Finding]] = {}
         for pid, finding in look.chosen.items():
             if finding.ours and pid not in killed:
-                parent = look.processes.get(finding.process.ppid)
-                by = f", started by {parent.name} ({parent.pid})" if parent is not None and parent.pid != 1 else ""
-                self.dirty.append(f"{finding.process.name} ({pid}) appeared after the kill{by}: reset again")
+                left.setdefault(finding.group, []).append(finding)
+        for group in left.values():
+            first = min(group, key=lambda finding: not finding.main).process
+            parent = look.processes.get(first.ppid)
+            by = f", started by {parent.name} ({parent.pid})" if parent is not None and parent.pid != 1 else ""
+            many = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            what = "appeared after the kill" if "kill" in self.params["phases"] else "still there, nothing was ended"
+            self.dirty.append(f"{first.name} ({first.pid}){many} {what}{by}: reset again, with all phases")
 
     def _repair(
         self, look: Look, verdicts: list[tuple[Gpu, Verdict]], unkillable: frozenset[int]
@@ -407,11 +420,11 @@ class Reset:
         with self._timed("probe"):
             probes = cuda_probe.probe(gpus, Deadline(PROBE_SECONDS))
         self.record["probes"] = [asdict(one) for one in probes]
-        self.dirty += [
-            f"GPU {one.index} is empty but not usable: {one.error}: see dmesg for Xid lines, then reset the GPU"
-            for one in probes
-            if not one.ok
-        ]
+        failed: dict[str, list[str]] = {}
+        for one in probes:
+            if not one.ok:
+                failed.setdefault(one.error.rstrip("."), []).append(str(one.index))
+        self.dirty += [f"GPU {', '.join(indices)} empty but not usable: {error}" for error, indices in failed.items()]
 
     def _note_spared(self, look: Look) -> None:
         """Everything that was looked at and let live, and what of it makes the host dirty."""
@@ -502,7 +515,11 @@ def _may_change(one: Verdict) -> bool:
 
 def _who() -> str:
     """Who asked for this, for the lock and the records: the person behind sudo where there is one."""
-    return os.environ.get("SUDO_USER") or os.environ.get("USER") or str(os.getuid())
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        name = str(os.getuid())
+    return os.environ.get("SUDO_USER") or name
 
 
 def _diff(record: Mapping[str, Any]) -> dict[str, str]:

@@ -74,7 +74,8 @@ def processes(title: str, found: Sequence[dict[str, Any]]) -> list[str]:
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in found:
         reason = f"{one.get('class', '')}: {one.get('why', '')}"
-        ended = f" ({one['signal']})" if one.get("signal") else ""
+        signal = one.get("signal")
+        ended = " (ends with its main)" if signal == "none" else f" ({signal})" if signal else ""
         alike.setdefault((str(one.get("name", "")), reason + ended), []).append(one)
     rows = []
     for (name, reason), group in alike.items():
@@ -96,7 +97,7 @@ def host_details(one: dict[str, Any]) -> list[str]:
     lines = [
         *processes(f"{would}killed", one.get("killed", [])),
         *processes("spared", one.get("spared", [])),
-        *processes("starts it again", one.get("respawners", [])),
+        *[f"  starts a server again: {sentence}" for sentence in one.get("respawners", [])],
         *paths(f"{would}cleaned", one.get("cleaned", [])),
         *paths("kept", one.get("kept", [])),
         *[f"  port {p['port']} is still held by pid {p.get('pid')} {p.get('name', '')}" for p in one.get("ports", [])],
