@@ -88,6 +88,7 @@ def test_an_orphan_that_has_no_gpu_yet_is_not_ended_for_one_gpu_and_makes_the_ho
     assert record["verdict"] == "dirty"
     assert "may still take" in record["reason"]
     assert not record["killed"]
-    assert set(server.processes()) == orphans
+    # One that its main had not told yet what to run leaves by itself.
+    assert server.processes() and set(server.processes()) <= orphans
     assert by_an_import(sys.executable, host)["verdict"] == "clean"
     assert not server.processes()
