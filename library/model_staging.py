@@ -125,8 +125,9 @@ options:
     default: false
   swarm:
     description: >-
-      For hosts that pass a model on: C(peers) (pairs of address and port), C(port), C(idle) (seconds), and for
-      O(phase=stage) C(torrent) and C(listing) as O(phase=seed) has returned them.
+      For hosts that pass a model on: C(peers) (pairs of address and port, the origin first), C(port), C(idle)
+      (seconds), and for O(phase=stage) C(rank) and C(of) (the hosts that fetch, numbered from 0) and C(torrent) and
+      C(listing) as O(phase=seed) has returned them.
     type: dict
     default: {}
   timeout:

@@ -205,6 +205,8 @@ class _Call:
         texts = [
             f"{row['path']} would be staged from {row['source']}: {human(row['need_bytes'])} to fetch, "
             f"{row['files']} files."
+            if row["files"]
+            else f"{row['path']} would be taken from other hosts."
             for row in coming
         ]
         texts += [f"{path} is what its source holds; only its record is written." for path in adopted]
@@ -349,10 +351,12 @@ class _Call:
         found, source = staging_place.look(model), self.sources[model.path]
         pythons: dict[str, str] = {}
         if self.params["swarm"]:
-            listing = Listing.of(self.params["swarm"]["listing"])
+            listing = Listing.of(self.params["swarm"]["listing"] or {"files": {}})
             pythons["swarm_python"] = staging_sources.python_with("libtorrent", self.params["pythons"])
         else:
             listing = self._list(model, source, pythons)
+        if self.check_mode and self.params["swarm"]:
+            return _Plan(listing, "")
         if not listing.files:
             raise Refused(f"{model.source} holds no files; correct the model's source.")
         published = any(one.sha256 for one in listing.files.values()) or any(
@@ -425,7 +429,7 @@ class _Call:
         """Offer the (one) model to the peers; its torrent and listing once that is under way."""
         model = self.models[0]
         found = self.found(model)
-        if found.state in (staging_place.MISSING, staging_place.DAMAGED):
+        if found.state in (staging_place.MISSING, staging_place.DAMAGED) and not self.check_mode:
             raise Refused(f"{found.reason} A host can only pass on a whole model.")
         if self.check_mode:
             return {"changed": False, "torrent": "", "listing": {}, "msg": "", "predicted": True}

@@ -175,6 +175,7 @@ class Worker:
         self.staging = request.get("staging", "")
         self.swarm: Mapping[str, Any] = request.get("swarm") or {}
         self._began = time.monotonic()
+        self._took: float | None = None
         self._rate = Rate()
         self._status: dict[str, Any] = {}
         self._seed: Child | None = None
@@ -195,13 +196,17 @@ class Worker:
             "pid": os.getpid(), "path": self.model.path, "source": self.model.source,
             "was": self.request.get("was", ""),
             "phase": phase, "bytes": done, "total_bytes": total, "rate": round(rate), "msg": "",
-            "seconds_left": None if left is None else round(left, 1), "seconds": round(now - self._began, 1),
+            "seconds_left": None if left is None else round(left, 1),
+            "seconds": round(now - self._began if self._took is None else self._took, 1),
             **more,
         }  # fmt: skip
         passing = f"{self.job.status}.new"
         with open(passing, "w", encoding="utf-8") as file:
             json.dump(self._status, file)
         os.replace(passing, self.job.status)
+
+    def _fail(self, text: str) -> None:
+        self.say(FAILED, int(self._status.get("bytes", 0)), int(self._status.get("total_bytes", 0)), msg=text)
 
     def note(self, text: str) -> None:
         """A line for the job's log."""
@@ -216,15 +221,15 @@ class Worker:
             self.say("starting")
             self._offer() if self.request["kind"] == "seed" else self._bring()
         except Stopped:
-            self.say(FAILED, msg=f"The staging of {self.model.path} was stopped; what has come is kept.")
+            self._fail(f"The staging of {self.model.path} was stopped; what has come is kept.")
         except (StagingFailed, SourceError) as error:
-            self.say(FAILED, msg=str(error))
+            self._fail(str(error))
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self.say(FAILED, msg=f"{self.model.path} can't be staged: {error.strerror or error}{where}.")
+            self._fail(f"{self.model.path} can't be staged: {error.strerror or error}{where}.")
         except Exception as error:
             self.note(f"{type(error).__name__}: {error}")
-            self.say(FAILED, msg=f"The staging itself failed, {type(error).__name__}: {error}; see {self.job.log}.")
+            self._fail(f"The staging itself failed, {type(error).__name__}: {error}; see {self.job.log}.")
         finally:
             if self._seed is not None:
                 self._seed.end()
@@ -240,6 +245,7 @@ class Worker:
             there = found.state == staging_place.PRESENT
             if not there or (self.request["refresh"] and not staging_place.holds(found, self.listing)):
                 self._stage(found, self.listing)
+                self._took = time.monotonic() - self._began  # passing it on takes longer
         counts = {"sent_bytes": self._sent} if self.swarm else {}
         if self._seed is None:
             self.say(DONE, self.listing.bytes, self.listing.bytes, **counts)
@@ -461,7 +467,8 @@ class Worker:
         command, answer = staging_sources.client(
             "swarm_client", self.request["swarm_python"], self.job.folder, do=do, folder=folder,
             torrent=self.job.torrent, peers=self.swarm.get("peers", []), port=self.swarm.get("port", 0),
-            stop=self.job.stop, idle=self.swarm.get("idle", 0), **more,
+            stop=self.job.stop, idle=self.swarm.get("idle", 0), rank=self.swarm.get("rank", 0),
+            of=self.swarm.get("of", 1), **more,
         )  # fmt: skip
         return Child(command, {**os.environ, "LC_ALL": "C"}, os.path.join(self.job.folder, "output"), answer)
 
@@ -490,14 +497,9 @@ class Worker:
             for name, (size, sha256) in record["files"].items():
                 if name in listing and listing[name][0] == size:
                     listing[name][1] = sha256
-        row: dict[str, Any] = {
-            "commit": record["commit"] if record else "",
-            "xet": False,
-            "left_out": [],
-            "files": listing,
-        }
+        row = {"commit": record["commit"] if record else "", "files": listing}
         self._seed = self._swarm_child("seed", self.model.path)
-        self._pass_on(self._seed, record=row, total=total)
+        self._pass_on(self._seed, total, listing=row)
 
     def _remembered(self) -> str:
         try:

@@ -5,8 +5,9 @@ Nobody outside of the request's peers is met: no tracker, no DHT, no local disco
 addresses are refused. Every piece is checked against its SHA-256 in the torrent before it is kept or passed on.
 
 The request is a JSON file: `do` (make, seed or fetch), `folder` (of the model), `torrent` (a path), `answer` (the file
-that says how far it is, written about once a second), and for seed and fetch `peers` (pairs of address and port),
-`port`, `stop` (a file: end when it is there) and `idle` (end after so many seconds without a byte).
+that says how far it is), and for seed and fetch `peers` (pairs of address and port; for fetch the origin first),
+`port`, `stop` (a file: end when it is there) and `idle` (end after so many seconds without a byte). The hosts that
+fetch are numbered: `rank` of `of`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 ROOT = "model"
 # Bytes of a piece: from 256 KiB on so many that the torrent stays below a megabyte or so.
 LEAST_PIECE, MOST_PIECE, MOST_PIECES = 256 << 10, 16 << 20, 16384
-_SPEAK_SECONDS = 0.5
+_SPEAK_SECONDS = 0.25
+_LONELY_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
 
 
@@ -94,8 +96,8 @@ def session_of(request: dict[str, Any], addresses: list[str], lt: Any) -> Any:
         "peer_connect_timeout": 10, "peer_timeout": 60, "inactivity_timeout": 60,
         "unchoke_slots_limit": 1000, "unchoke_interval": 2, "rate_limit_ip_overhead": False,
         "send_buffer_watermark": 16 << 20, "send_buffer_watermark_factor": 150, "send_socket_buffer_size": 0,
-        "recv_socket_buffer_size": 0, "max_out_request_queue": 2000, "max_allowed_in_request_queue": 4000,
-        "request_queue_time": 5, "whole_pieces_threshold": 5, "aio_threads": 8, "hashing_threads": 4,
+        "recv_socket_buffer_size": 0, "max_out_request_queue": 100, "max_allowed_in_request_queue": 4000,
+        "request_queue_time": 1, "whole_pieces_threshold": 5, "aio_threads": 8, "hashing_threads": 4,
         "alert_mask": lt.alert.category_t.error_notification | lt.alert.category_t.status_notification,
         "close_redundant_connections": False,
     }  # fmt: skip
@@ -119,6 +121,54 @@ def addresses_of(peers: list[list[Any]]) -> list[tuple[str, int]]:
     return found
 
 
+class Share:
+    """Which pieces one of several hosts asks for, so that the origin sends each about once.
+
+    Each host has a share of the pieces: those it asks the origin for. Any other piece it takes from the hosts that have
+    got it meanwhile, so only such pieces are asked for. When its share is there, the origin is left alone. Should
+    nothing come for some seconds (another host has died), everybody is asked for everything.
+
+    (Libtorrent's own super seeding is idle for the first ten seconds and then a third slower, as measured.)
+    """
+
+    def __init__(self, pieces: int, rank: int, of: int) -> None:
+        self.pieces = pieces
+        self.mine = frozenset(range(rank, pieces, of))
+        self.state = "shared" if of > 1 else "open"
+        self._asked: list[int] = []
+
+    def step(self, have: list[bool], idle_seconds: float, session: Any, handle: Any, origin: str) -> None:
+        """Look at who has what, and ask accordingly. `have`: our own pieces, [] while they are not known."""
+        if self.state == "open":
+            return
+        if self.state == "shared" and have and all(have[piece] for piece in self.mine):
+            self.state = "without origin"
+            allow(session, origin, False)
+        if idle_seconds > _LONELY_SECONDS:
+            if self.state == "without origin":
+                allow(session, origin, True)
+            self.state = "open"
+        asked = self.priorities(handle.piece_availability())
+        if asked != self._asked:
+            self._asked = asked
+            handle.prioritize_pieces(asked)
+
+    def priorities(self, availability: list[int]) -> list[int]:
+        """7 for our share, 1 for what another host than the origin has, 0 (not now) for the rest."""
+        if self.state == "open":
+            return [4] * self.pieces
+        enough = 2 if self.state == "shared" else 1
+        others = [int(count >= enough) for count in availability] or [0] * self.pieces
+        return [7 if piece in self.mine else others[piece] for piece in range(self.pieces)]
+
+
+def allow(session: Any, address: str, allowed: bool) -> None:
+    """Connect with this address, or (also at once) no more."""
+    known = session.get_ip_filter()
+    known.add_rule(address, address, 0 if allowed else 1)
+    session.set_ip_filter(known)
+
+
 def take_part(request: dict[str, Any], lt: Any) -> None:
     """Fetch what is missing, then pass on, until told to stop or nothing has moved for `idle` seconds."""
     info = lt.torrent_info(request["torrent"])
@@ -130,18 +180,21 @@ def take_part(request: dict[str, Any], lt: Any) -> None:
     wanted.save_path = above
     flags = lt.torrent_flags.default_flags & ~(lt.torrent_flags.auto_managed | lt.torrent_flags.paused)
     if request["do"] == "seed":
-        # In seed mode a piece is hashed when it is first asked for, not all of them at the start. Super seeding shows
-        # each piece to one peer, so that it is sent about once (and costs ten seconds at the start).
+        # In seed mode a piece is hashed when it is first asked for, not all of them at the start.
         flags |= lt.torrent_flags.seed_mode
-        if len(peers) > 1:
-            flags |= lt.torrent_flags.super_seeding
     wanted.flags = flags
+    share = None
+    if request["do"] == "fetch":
+        share = Share(info.num_pieces(), request["rank"], request["of"])
+        wanted.piece_priorities = share.priorities([])
     handle = session.add_torrent(wanted)
     moved, moved_at, connected_at, failed = -1, time.monotonic(), 0.0, 0
     try:
         while True:
             status = handle.status()
             now = time.monotonic()
+            if share is not None and not status.is_seeding:
+                share.step(status.pieces, now - moved_at, session, handle, peers[0][0])
             if now - connected_at > _CONNECT_SECONDS:
                 connected_at = now
                 for peer in peers:
@@ -165,7 +218,7 @@ def take_part(request: dict[str, Any], lt: Any) -> None:
                     "state": "complete" if status.is_seeding else str(status.state).rpartition(".")[2],
                     "bytes": status.total_wanted_done, "beat": moved, "sent": status.total_payload_upload,
                     "received": status.total_payload_download, "peers": status.num_peers, "pieces_refused": failed,
-                    "complete": bool(status.is_seeding or status.is_finished) and status.total_wanted_done > 0,
+                    "complete": bool(status.is_seeding),
                     "wasted": status.total_failed_bytes,
                 },
             )  # fmt: skip
