@@ -25,7 +25,7 @@ SUITE = "bookworm"
 SYSTEM_PYTHON = "3.11"
 PACKAGES = (
     "systemd", "systemd-sysv", "dbus", "libpam-systemd", "openssh-server", "python3", "psmisc", "procps",
-    "iproute2", "sudo",
+    "iproute2", "sudo", "rsync", "python3-libtorrent", "iperf3",
 )  # fmt: skip
 PROGRAMS = ("podman", "runc", "mmdebstrap", "iptables", "nsenter", "ip", "ssh", "ssh-keygen")
 WHEELS = ("nvidia-ml-py", "setproctitle", "py-spy")
