@@ -304,6 +304,7 @@ class _Call:
             "listing": plan.listing.row(),
             "staging": plan.staging,
             "swarm": _without_torrent(swarm),
+            "was": staging_place.look(model).state,
             **plan.pythons,
         }
         self._start_worker(job, lock, model, "bring", more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from gpu_host import arguments, checkpoint, staging, staging_place, staging_sources
 from gpu_host.staging_worker import Rate
@@ -131,6 +133,7 @@ USELESS = {"training_state.pt", "pytorch_model.bin"}
 def test_a_model_is_staged_as_the_hub_has_it_without_what_a_server_does_not_need(stage, hub, origin):
     result = stage(hub.source, endpoint=hub.url)
     assert (result.get("failed"), result["changed"], result["staged"]) == (None, True, [str(stage.path)]), result
+    assert "tiny: missing" in result["diff"]["before"] and f"tiny: {hub.source}" in result["diff"]["after"]
     assert same_files(stage.path, origin, USELESS)
     record = staging_place.read_record(str(stage.path))
     assert record is not None and record["commit"] == COMMIT
@@ -557,6 +560,44 @@ def test_the_rate_is_that_of_the_last_half_minute():
     assert rate.add(0.0, 0) == 0.0
     assert rate.add(10.0, 1000) == 100.0
     assert rate.add(100.0, 1000) == 0.0
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_modules_documentation_is_that_of_its_arguments():
+    source = ast.parse((ROOT / "library/model_staging.py").read_text())
+    texts = {
+        node.targets[0].id: node.value.value
+        for node in source.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+
+    def bare(options: dict[str, Any]) -> dict[str, Any]:
+        kept = ("type", "elements", "choices", "default", "required")
+        return {
+            name: {
+                **{key: value for key, value in option.items() if key in kept},
+                **({"of": bare(inner)} if (inner := option.get("suboptions") or option.get("options")) else {}),
+            }
+            for name, option in options.items()
+        }
+
+    assert bare(yaml.safe_load(str(texts["DOCUMENTATION"]))["options"]) == bare(arguments.MODEL_STAGING)
+    assert yaml.safe_load(str(texts["EXAMPLES"])) and yaml.safe_load(str(texts["RETURN"]))
+
+
+def test_the_role_hands_every_argument_on():
+    tasks = (ROOT / "roles/model_staging/tasks/main.yml").read_text()
+    given = {name for name in arguments.MODEL_STAGING if f"{name}: " in tasks}
+    by_the_play = {"swarm", "timeout", "patience", "task"}
+    assert given == set(arguments.MODEL_STAGING) - by_the_play
+    specs = yaml.safe_load((ROOT / "roles/model_staging/meta/argument_specs.yml").read_text())
+    options = specs["argument_specs"]["main"]["options"]
+    for name in given - {"models", "phase", "pythons", "fan_out"}:
+        assert options[f"model_staging_{name}"]["default"] == arguments.MODEL_STAGING[name]["default"], name
 
 
 def test_the_programs_that_fetch_run_without_this_package():
