@@ -20,6 +20,8 @@ ROOT = HERE.parent.parent
 FOLDER = ROOT / ".rehearsal"
 VENV = FOLDER / "venv"
 PYTHON = VENV / "bin" / "python"
+COMPILED = FOLDER / "compiled"
+"""What torch compiled for servers, kept for the next ones."""
 KIT = HERE / "kit"
 REQUIREMENTS = HERE / "requirements.txt"
 TORCH = "torch==2.13.0"

@@ -56,10 +56,12 @@ class Played:
 class RehearsalHost:
     """A host in `folder` with one server on `port`; as a context manager it is made at entry and ended at exit."""
 
-    def __init__(self, folder: Path, models: Path, name: str = "rehearsal") -> None:
+    def __init__(self, folder: Path, models: Path, name: str = "rehearsal", compiled: Path | None = None) -> None:
         self.folder = folder.resolve()
         self.models = models
         self.name = name
+        # What torch compiles in a first start (a minute); empty in the host's own folder.
+        self.compiled = compiled or environment.COMPILED
         self.port = free_port()
         self.simulated = SimulatedHost(self.folder)
 
@@ -83,6 +85,7 @@ class RehearsalHost:
             "OMP_NUM_THREADS": "1",  # so small a model is slower on more
             "HOME": str(self.folder / "home"),
             "TMPDIR": str(self.folder / "tmp"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.compiled),
             "GPU_SIMULATOR_STATE": str(self.folder / "state"),
             "REHEARSAL_FOLDER": str(self.folder),
             "REHEARSAL_GPU_MIB": str(GPU_MIB),
@@ -234,5 +237,8 @@ def titles(left: Left) -> Sequence[str]:
         "multiprocessing.spawn",
         "multiprocessing.resource_tracker",
         "sglang.launch_server",
+        "cc1plus",
+        "g++",
     )
-    return sorted(next((name for name in known if name in line), line[:40]) for line in left.processes.values())
+    lines = [line or "no command line" for line in left.processes.values()]
+    return sorted(next((name for name in known if name in line), line[:40]) for line in lines)

@@ -29,6 +29,7 @@ from tests.rehearsal import environment
 from tests.rehearsal.host import Left, RehearsalHost, titles
 
 AT_ONCE = 2
+READY, COMPILING = "ready", "compiling"
 WATCH = 45.0
 """Seconds for which nothing may come back: orphans were seen to take a GPU 10 s after the kill, and to die at 30 s."""
 LOOK = 3.0
@@ -55,13 +56,24 @@ class Instant:
     back_at: float | None = None
 
 
-def play(models: Path, folder: Path, at: float | None, reset: bool, starting: threading.Semaphore) -> Instant:
-    """Start a server, kill its main `at` seconds later (None: when it is ready), reset or not, and watch."""
-    with RehearsalHost(folder, models, "server") as host:
+@dataclass(frozen=True)
+class Job:
+    """One kill to play: `at` seconds after the start, or when it is `READY` or `COMPILING` (with nothing compiled)."""
+
+    number: int
+    at: float | str
+    reset: bool = True
+
+
+def play(models: Path, folder: Path, job: Job, starting: threading.Semaphore) -> Instant:
+    """Start a server, kill its main at that instant, reset or not, and watch."""
+    at, reset = job.at, job.reset
+    compiled = folder / "compiled" if at == COMPILING else None
+    with RehearsalHost(folder, models, "server", compiled) as host:
         with starting:
             began = time.monotonic()
             main = host.start(*host.drafter_arguments())
-            while time.monotonic() - began < (START_LIMIT if at is None else at) and not (at is None and host.ready()):
+            while not _reached(host, at, time.monotonic() - began):
                 if not main.alive():
                     raise RuntimeError(f"The server ended by itself:\n{host.log_text()[-3000:]}")
                 time.sleep(0.05)
@@ -78,21 +90,36 @@ def play(models: Path, folder: Path, at: float | None, reset: bool, starting: th
     return one
 
 
+def _reached(host: RehearsalHost, at: float | str, spent: float) -> bool:
+    if not isinstance(at, str):
+        return spent >= at
+    if spent > START_LIMIT:
+        raise RuntimeError(f"The server is not {at} after {spent:.0f} s:\n{host.log_text()[-3000:]}")
+    if at == READY:
+        return host.ready()
+    # Looked at less often: it reads every process of the machine.
+    time.sleep(0.3)
+    return any("cc1plus" in line for line in host.left().processes.values())
+
+
 def _note_left(one: Instant, left: Left) -> None:
     one.left, one.left_mib = list(titles(left)), left.mib
 
 
 def _watch(one: Instant, host: RehearsalHost) -> None:
-    """Of a host that was reset: the first that comes back. Of another one: what is there in the end."""
+    """Of a host that was reset: the first that comes back. Of another one: what is there in the end, and the most MiB
+    on the way: orphans of an import take the GPU ten seconds later and give it back when they fail."""
     began = time.monotonic()
-    while (spent := time.monotonic() - began) < WATCH:
-        left = host.left()
-        if one.reset and left and not one.back:
-            one.back, one.back_mib, one.back_at = list(titles(left)), left.mib, round(spent, 1)
+    while True:
+        left, spent = host.left(), time.monotonic() - began
+        if left and not (one.reset and one.back):
+            one.back, one.back_at = list(titles(left)), round(spent, 1)
+        elif not one.reset and not left:
+            one.back, one.back_at = [], None
+        one.back_mib = max(one.back_mib, left.mib)
+        if spent >= WATCH:
+            break
         time.sleep(LOOK)
-    left = host.left()
-    if left and (not one.reset or not one.back):
-        one.back, one.back_mib, one.back_at = list(titles(left)), left.mib, round(spent, 1)
     one.watched = round(time.monotonic() - began, 1)
 
 
@@ -105,29 +132,28 @@ def spread(count: int, until: float, seed: int) -> list[float]:
 
 
 def run(count: int, controls: int, seed: int, models: Path, say: Any = print) -> dict[str, Any]:
-    """`count` instants with a reset, `controls` without one. The first server tells how long a start-up takes."""
+    """`count` instants with a reset, `controls` without one. Nearly all of them find what torch compiled."""
     began = time.monotonic()
     starting = threading.Semaphore(AT_ONCE)
     with tempfile.TemporaryDirectory(prefix="rehearsal-instants-") as folder, ThreadPoolExecutor(64) as pool:
 
-        def numbered(job: tuple[int, float | None, bool]) -> Instant:
-            number, at, reset = job
-            one = play(models, Path(folder) / str(number), at, reset, starting)
-            what = f"{one.verdict} in {one.reset_seconds:.1f} s" if reset else "not reset"
+        def played(job: Job) -> Instant:
+            one = play(models, Path(folder) / str(job.number), job, starting)
+            what = f"{one.verdict} in {one.reset_seconds:.1f} s" if job.reset else "not reset"
             what += f"; left {len(one.left)} processes, {one.left_mib} MiB, back {one.back or 'nothing'}"
             say(f"{one.at:5.1f} s, {one.phase}: {what}")
             return one
 
-        firsts = [pool.submit(numbered, (number, None, True)) for number in range(min(AT_ONCE, count))]
-        for first in firsts:  # their start-up alone is waited for
-            while not first.done() and not starting._value:
-                time.sleep(0.2)
-        ready = [first.result() for first in firsts]
-        until = max(one.at for one in ready)
-        say(f"A start-up takes {until:.0f} s; {count - len(ready)} instants over it, {controls} more without a reset.")
-        jobs = [(10 + number, at, True) for number, at in enumerate(spread(count - len(ready), until, seed))]
-        jobs += [(1000 + number, at, False) for number, at in enumerate(spread(controls, until * 0.9, seed + 1))]
-        found = ready + list(pool.map(numbered, jobs))
+        # The first that gets ready compiles for the others, the second one tells how long they will take.
+        found = list(pool.map(played, [Job(number, COMPILING) for number in range(count // 10)] + [Job(10, READY)]))
+        found += [played(Job(11, READY))]
+        until = found[-1].at
+        times = spread(count - len(found), until, seed)
+        say(f"A start-up takes {until:.0f} s; {len(times)} instants over it, {controls} more without a reset.")
+        jobs = [Job(100 + number, at) for number, at in enumerate(times)]
+        jobs += [Job(1000 + number, at, False) for number, at in enumerate(spread(controls, until * 0.9, seed + 1))]
+        random.Random(seed).shuffle(jobs)
+        found += pool.map(played, jobs)
     found.sort(key=lambda one: one.at)
     return {
         "sglang": environment.SGLANG,

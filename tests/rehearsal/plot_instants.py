@@ -20,7 +20,7 @@ KINDS = {
     "multiprocessing.spawn": ("child that still imports", "#e08214"),
     "sglang::scheduler": ("scheduler", "#b2182b"),
     "sglang::detokenizer": ("detokenizer", "#f4a582"),
-    "other": ("other (compilers)", "#2166ac"),
+    "other": ("g++, cc1plus", "#2166ac"),
 }
 
 
@@ -60,28 +60,22 @@ def main(data: Path, plot: Path) -> None:
     below.plot(times, [row["back_mib"] for row in rows], marker="_", label=f"{later}, reset", **style)
     times = [row["at"] for row in controls]
     style = {"color": "none", "markeredgecolor": "#2166ac", "markersize": 8, "linestyle": "none"}
-    below.plot(times, [row["back_mib"] for row in controls], marker="D", label=f"{later}, not reset", **style)
+    below.plot(
+        times,
+        [row["back_mib"] for row in controls],
+        marker="D",
+        label=f"at most within {result['watch_seconds']:.0f} s, not reset",
+        **style,
+    )
     for row in controls:
         place = {"textcoords": "offset points", "xytext": (7, 5)}
         below.annotate(f"{len(row['back'])}", (row["at"], row["back_mib"]), fontsize=8, color="#2166ac", **place)
-    below.set_ylabel("MiB of the (simulated) GPU")
-    below.set_xlabel("seconds after the start (figures at diamonds: processes still there)")
+    below.set_ylabel("MiB of the simulated GPU")
+    below.set_ylim(-80, 1450)
+    below.set_xlabel("seconds after the start (at diamonds: processes still there in the end)")
     below.legend(fontsize=8, loc="center left")
-    for axes in (above, below):
-        for phase, at in phases(result["instants"]):
-            axes.axvline(at, color="#cccccc", linewidth=0.8, zorder=0)
-            if axes is above:
-                axes.text(at, above.get_ylim()[1], f" {phase}", rotation=90, va="top", fontsize=7, color="#888888")
     figure.tight_layout()
     figure.savefig(plot, dpi=110)
-
-
-def phases(rows: list[dict]) -> list[tuple[str, float]]:
-    """Where each phase was first met."""
-    found: dict[str, float] = {}
-    for row in rows:
-        found.setdefault(row["phase"].replace("_", " "), row["at"])
-    return list(found.items())
 
 
 if __name__ == "__main__":
