@@ -40,7 +40,14 @@ DEPLOY = [
     "deploy-readings",
     "deploy-end",
 ]
-NAMED_SETS = {"torch": TORCH, "one": ONE_GPU, "two": TWO_GPUS, "two-torch": ["two-gpus-torch"], "deploy": DEPLOY}
+NAMED_SETS = {
+    "torch": TORCH,
+    "one": ONE_GPU,
+    "two": TWO_GPUS,
+    "two-torch": ["two-gpus-torch"],
+    "deploy": DEPLOY,
+    "deploy-two": ["deploy-stalled-tp2", "all-reduce"],
+}
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import procs, servers, wheels
 from .play import Played, Running, play
-from .scenarios import holders, scenario
+from .scenarios import holders, holders_by_gpu, scenario
 from .session import REPOSITORY, Session
 
 NAME = "deployed"
@@ -268,31 +268,30 @@ def eagle3(s: Session) -> None:
     s.check("greedy answers are the baseline's", "greedy answers equal" in text and not text.startswith("0 of"), text)
 
 
-@scenario("deploy-stalled", 80)
-def stalled(s: Session) -> None:
-    """The scheduler stopped under a soak: the report names rank, pid and frame within 30 s. Then reset.yml."""
-    server = found(s)
-    workers = s.workers(server) if server else []
-    if server is None or not workers:
-        s.check("a server is there to be stalled", False)
-        return
-    given = variables(s, server_health_soak=4000, server_health_request_timeout=8, server_health_lossless=False)
+def expect_named(
+    s: Session, server: servers.Server, worker: procs.Facts, given: dict[str, Any], seconds: float
+) -> None:
+    """This scheduler is stopped under a soak, and a request waits: the state, and a report with rank, pid and frame.
+
+    The soak is over after at most so many seconds.
+    """
+    given = {**given, "server_health_soak": 4000, "server_health_request_timeout": 8, "server_health_lossless": False}
     given["server_health_accept_length"] = 0
     before = _requests(server)
     running = Running(s, "playbooks/deploy-eagle3.yml", "soak of a server that stalls", given, ())
-    soaked = procs.wait_until(lambda: _requests(server) - before > 60 or running.over(), s.play_seconds / 4)
+    soaked = procs.wait_until(lambda: _requests(server) - before > 60 or running.over(), seconds / 2)
     s.check("the soak is under way", soaked and not running.over(), _requests(server) - before)
-    s.kill(workers[0].key, signal.SIGSTOP)
+    s.kill(worker.key, signal.SIGSTOP)
     began = time.monotonic()
     servers.generate_in_background(server.port)  # waits beyond the soak, until the reset
     look_at_it = Running(s, "tests/gpu/playbooks/server-info.yml", "server_info of it", given, ())
     state = look_at_it.wait(40).last("server_info")
     s.write("seconds", what="server_info after the stall", seconds=round(time.monotonic() - began, 1))
     s.check("server_info says hung", (state.get("states") or {}).get(NAME) == "hung", state.get("servers"))
-    done = running.wait(s.play_seconds)
+    done = running.wait(seconds)
     health = done.last("server_health")
     took = done.ended - began
-    name, pid = workers[0].title, workers[0].pid
+    name, pid = worker.title, worker.pid
     s.check("the deployment says stuck", health.get("verdict") == "stuck", health.get("msg") or done.output[-500:])
     s.check("it names the rank and its pid", f"{name} (pid {pid})" in health.get("rank", ""), health.get("rank"))
     s.check("it names the frame", f"(pid {pid}) is stopped in " in health.get("reason", ""), health.get("reason"))
@@ -301,15 +300,80 @@ def stalled(s: Session) -> None:
     text = stacks.read_text(errors="replace") if stacks.exists() else ""
     s.write("evidence", files=sorted(one.name for one in stacks.parent.glob("*")), stacks=text[:6000])
     s.check("the stack of the rank is in the evidence", f"==== {name} (pid {pid}) ====" in text, text[:300])
-    look(s, "stalled")
+
+
+def expect_reset(s: Session, server: servers.Server, gpus: int = 1) -> None:
     s.started.append(server)
     s.start_samples()
     reset = s.reset("a stalled deployment", grace=8)
     s.stop_samples()
-    s.look("after", {0: []})
+    s.look("after", {gpu: [] for gpu in range(gpus)})
     s.expect_clean(reset, gone=[server])
     signals = {int(one["pid"]): str(one.get("signal")) for one in reset.record.get("killed", [])}
     s.check("the main was ended by KILL after the grace", "KILL" in signals.get(server.main[0], ""), signals)
+
+
+@scenario("deploy-stalled", 80)
+def stalled(s: Session) -> None:
+    """The scheduler stopped under a soak: the report names rank, pid and frame within 30 s. Then reset.yml."""
+    server = found(s)
+    workers = s.workers(server) if server else []
+    if server is None or not workers:
+        s.check("a server is there to be stalled", False)
+        return
+    expect_named(s, server, workers[0], variables(s), s.play_seconds)
+    look(s, "stalled")
+    expect_reset(s, server)
+
+
+@scenario("deploy-stalled-tp2", 150, gpus=2)
+def stalled_tp2(s: Session) -> None:
+    """From nothing to a server on two GPUs, then the same with the scheduler of rank 1. It needs no server of before.
+
+    Without a baseline there is nothing that its answers could be compared with.
+    """
+    own = {"sglang_gpus": ["0", "1"], "sglang_arguments": {**ARGUMENTS, "tp_size": 2}, "server_health_lossless": False}
+    given = variables(s, **own)
+    s.look("before", {0: [], 1: []})
+    done = deploy(s, "eagle3", "eagle3 on two GPUs", given)
+    server = found(s)
+    expect_ready(s, done)
+    length = done.last("server_health").get("accept_length")
+    s.check("drafts are accepted", length is not None and length > 1.5, length)
+    if server is None:
+        s.check("a server is there to be stalled", False, done.output[-600:])
+        return
+    off = {name: procs.variable(server.main[0], name) for name in servers.MULTICAST_OFF}
+    s.check("NVLink multicast is off in the server", off == servers.MULTICAST_OFF, off)
+    ranks = {facts.title: facts for facts in s.workers(server)}
+    names = sorted(ranks)
+    if not s.check("there are two schedulers", names == ["sglang::scheduler_TP0", "sglang::scheduler_TP1"], names):
+        expect_reset(s, server, 2)
+        return
+    s.look("deployed", holders_by_gpu(s, server), [server])
+    expect_named(s, server, ranks["sglang::scheduler_TP1"], given, 60)
+    s.look("stalled", holders_by_gpu(s, server), [server])
+    expect_reset(s, server, 2)
+
+
+@scenario("all-reduce", 50, gpus=2, sglang=False)
+def all_reduce(s: Session) -> None:
+    """NCCL among all GPUs, with multicast off (kernel_package.py)."""
+    command = [sys.executable, "-m", "tests.gpu.kernel_package", "all-reduce", "--python", s.bundle.python]
+    done = subprocess.run(
+        [*command, "--seconds", "25"],
+        cwd=REPOSITORY,
+        env={**os.environ, **servers.MULTICAST_OFF},
+        capture_output=True,
+        text=True,
+        timeout=75,
+        check=False,
+    )
+    (s.out / "all_reduce.json").write_text(done.stdout)
+    s.check(
+        "an all-reduce among all GPUs gives the right sums", done.returncode == 0, (done.stdout + done.stderr)[-900:]
+    )
+    s.look("after", {gpu: [] for gpu in range(2)})
 
 
 def _requests(server: servers.Server) -> int:

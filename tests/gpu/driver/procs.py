@@ -104,16 +104,21 @@ def is_alive(key: tuple[int, int]) -> bool:
     return facts is not None and facts.start_ticks == key[1] and facts.alive
 
 
-def mark_of(pid: int) -> str:
-    """The session's mark in the environment that the process was started with, or an empty string."""
+def variable(pid: int, name: str) -> str:
+    """What the environment that the process was started with has for this name, or an empty string."""
     try:
         raw = Path("/proc", str(pid), "environ").read_bytes()
     except OSError:
         return ""
     for word in raw.split(b"\0"):
-        if word.startswith(MARK.encode() + b"="):
+        if word.startswith(name.encode() + b"="):
             return word.split(b"=", 1)[1].decode(errors="replace")
     return ""
+
+
+def mark_of(pid: int) -> str:
+    """The session's mark in the environment that the process was started with, or an empty string."""
+    return variable(pid, MARK)
 
 
 def wait_until(condition: Callable[[], object], seconds: float, interval: float = 0.05) -> bool:

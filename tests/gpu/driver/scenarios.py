@@ -86,6 +86,12 @@ def holders(s: Session, *tenants: servers.Server) -> list[int]:
     return [facts.pid for server in tenants for facts in s.workers(server)]
 
 
+def holders_by_gpu(s: Session, server: servers.Server) -> dict[int, list[int]]:
+    """Of a server on several GPUs: NVML alone tells which rank uses which; that they are the server's is known."""
+    own = {facts.pid for facts in s.workers(server)}
+    return {index: [pid for pid in pids if pid in own] for index, (_, pids) in enumerate(raw.brief())}
+
+
 def stop_with_request_waiting(s: Session, server: servers.Server, worker: procs.Facts) -> None:
     s.kill(worker.key, signal.SIGSTOP)
     s.check(
@@ -293,12 +299,7 @@ def two_gpus_tp2(s: Session) -> None:
     s.check("the server generates", status == 200, body[:300])
     workers = s.workers(server)
     s.check("there are two schedulers", len(workers) == 2, [facts.title for facts in workers])
-    listed = raw.brief()
-    # Which GPU a rank uses NVML alone tells; that they are the server's the session knows.
-    truth = {
-        index: [pid for pid in pids if pid in {facts.pid for facts in workers}]
-        for index, (_, pids) in enumerate(listed)
-    }
+    truth = holders_by_gpu(s, server)
     stop_with_request_waiting(s, server, workers[-1])
     s.look("before", truth)
     done = s.reset("tp2", grace=10)
