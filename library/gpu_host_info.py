@@ -192,7 +192,7 @@ findings:
     switch:
       description: The variable that makes it count no more.
       type: str
-skipped:
+switched_off:
   description: Findings that O(skip) names.
   type: list
   elements: dict

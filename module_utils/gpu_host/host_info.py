@@ -76,7 +76,8 @@ def _judged(params: Mapping[str, Any], found: Sequence[Finding]) -> dict[str, An
         "part": params["part"],
         "passed": not wrong,
         "findings": [{**row, "switch": _switch(row["code"])} for row in rows(counted)],
-        "skipped": off,
+        # Not "skipped": by that key Ansible counts and shows a task that never ran.
+        "switched_off": off,
         "failed": bool(wrong) and params["fail"],
         "msg": message,
     }
@@ -92,7 +93,7 @@ def _refused(message: str, started: float) -> dict[str, Any]:
         "failed": True,
         "passed": False,
         "findings": [],
-        "skipped": [],
+        "switched_off": [],
         "msg": message,
         "seconds": round(time.monotonic() - started, 3),
     }

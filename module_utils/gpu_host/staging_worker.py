@@ -268,7 +268,10 @@ class Worker:
                 break
             again = set(wrong) - repaired
             if not again or self.swarm:
-                raise StagingFailed(f"{self.model.source} was fetched twice and is damaged at its source: {why}")
+                raise StagingFailed(
+                    f"{self.model.source} was fetched twice and is damaged at its source: {why} Mend it there, then "
+                    "stage it again."
+                )
             self.note(f"fetching again: {why}")
             repaired |= again
             for name in again:
@@ -426,10 +429,10 @@ class Worker:
         self.say("checking shards", listing.bytes, listing.bytes)
         outcome = checkpoint.inspect(self.staging, tokenizer=self.model.tokenizer)
         damaged = sorted(set(outcome["damaged"]) & set(listing.files))
-        if damaged:
-            return damaged, outcome["msg"]
         # What the downloaders leave behind goes before the switch; it is no sign of a half model here.
         errors = [one for one in outcome["findings"] if one["severity"] == "error" and one["code"] != "half_staged"]
+        if damaged:  # without the finding's cure, which is for a folder that is served from
+            return damaged, errors[0]["found"] if errors else outcome["msg"]
         if errors:
             raise StagingFailed(f"{self.model.source} is no whole model: {errors[0]['found']}")
         if not self.request["sha256"]:

@@ -12,7 +12,7 @@ from typing import Any
 from . import records
 
 FOLDER = "preflight"
-_KEPT = ("schema", "part", "passed", "findings", "skipped", "all_reduce", "facts", "msg", "seconds")
+_KEPT = ("schema", "part", "passed", "findings", "switched_off", "all_reduce", "facts", "msg", "seconds")
 
 
 def path_of(host: str, part: str, folder: Path | None = None) -> Path:

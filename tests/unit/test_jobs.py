@@ -141,7 +141,7 @@ REPORT = {
     "part": "host",
     "passed": True,
     "findings": [{"severity": "warning", "code": "x", "found": "It is odd.", "cure": "Look."}],
-    "skipped": [],
+    "switched_off": [],
     "facts": {"a": 1},
     "changed": False,
 }
