@@ -43,7 +43,7 @@ def _status(host: SimulatedHost) -> int:
     scenario = host.scenario
     found = host.processes()
     print(f"Simulated host in {host.folder}, scenario {scenario or 'none'}: {len(found)} processes.")
-    for gpu in host.gpus.gpus():
+    for gpu in host.gpus.gpus() if found else []:
         holders = ", ".join(str(pid) for pid in host.gpus.owners(gpu.index)) or "nobody"
         used = sum(host.gpus.owners(gpu.index).values())
         print(f"  GPU {gpu.index} (/dev/nvidia{gpu.minor}): {used} of {gpu.total_mib} MiB, held by {holders}")

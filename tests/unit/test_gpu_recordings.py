@@ -117,8 +117,9 @@ def test_what_the_session_put_on_a_gpu_is_what_the_verdict_finds_there(session: 
 
 @every_session
 def test_nvml_and_nvidia_smi_lead_to_one_verdict(session: Path) -> None:
-    compared = 0
+    compared = total = 0
     for event in of_kind(session, "reading"):
+        total += 1
         raw = event["reading"]
         done = Completed(raw["nvidia_smi_xml"]["rc"], raw["nvidia_smi_xml"]["out"], "", "")
         printed = nvidia_smi.parse(done, nvidia_smi.parse_fixed(raw["nvidia_smi_csv"]["out"])).gpus
@@ -130,7 +131,7 @@ def test_nvml_and_nvidia_smi_lead_to_one_verdict(session: Path) -> None:
         assert [judge(gpu, sight(event), Policy()).verdict for gpu in printed] == [
             judge(gpu, sight(event), Policy()).verdict for gpu in asked
         ], (event["scenario"], event["moment"])
-    assert compared > 10
+    assert compared > total / 2
 
 
 @every_session

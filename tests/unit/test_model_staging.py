@@ -368,8 +368,9 @@ def test_a_staging_that_is_killed_at_random_moments_goes_on_and_never_shows_a_ha
         result = stage(hub.source, endpoint=hub.url, patience=chance.uniform(0.3, 1.5))
         if not result.get("unfinished"):
             break
-        assert not stage.path.exists()
         stage.kill_worker()
+        # The worker goes on after the call has returned, and may have ended in between.
+        assert not stage.path.exists() or checkpoint.inspect(str(stage.path))["complete"]
     else:
         hub.bytes_per_second = 0.0
         result = stage(hub.source, endpoint=hub.url)
