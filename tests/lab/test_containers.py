@@ -128,14 +128,14 @@ def test_a_container_that_holds_a_job_besides_its_server_is_not_stopped_and_its_
 
 def test_a_container_whose_main_is_systemd_lives_on_without_its_server(gpu_host: Host, tmp_path: Path) -> None:
     machine = Machine(gpu_host.lab, gpu_host, tmp_path)
-    server = gpu_host.start_server(tp=2, settings=FAST)
+    server = gpu_host.start_server(tp=2, settings=FAST).wait_until_ready()
     bystander = gpu_host.start(f"python3 {JOBS}/data_job.py")
     tree = {process.outside_pid for process in server.tree()}
     booted = start_ticks(gpu_host.init)
     record = machine.reset(gpu_host, grace=10.0)
     assert stops(machine) == []
     assert any(call[0] == "inspect" for call in machine.asked_of_podman())
-    assert pids(record) == tree
+    assert pids(record) >= tree
     assert (record["verdict"], record["respawners"]) == ("clean", [])
     assert_free(gpu_host, record)
     assert start_ticks(gpu_host.init) == booted
