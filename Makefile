@@ -60,7 +60,7 @@ DECIDES_A_KILL := command_line ending managers processes scope signals survey
 empty :=
 comma := ,
 kill-coverage: setup  ## Branch coverage of the code that decides a kill: 95 % or more
-	$(BIN)/coverage run --data-file=.coverage.kill -m pytest -q $(DECIDES_A_KILL:%=tests/unit/test_%.py)
+	$(BIN)/coverage run --data-file=.coverage.kill -m pytest -q $(PYTEST_ARGS) $(DECIDES_A_KILL:%=tests/unit/test_%.py)
 	$(BIN)/coverage report --data-file=.coverage.kill --fail-under=95 \
 	  --include=$(subst $(empty) $(empty),$(comma),$(DECIDES_A_KILL:%=module_utils/gpu_host/%.py))
 
