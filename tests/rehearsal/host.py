@@ -9,12 +9,13 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class RehearsalHost:
         # What torch compiles in a first start (a minute); empty in the host's own folder.
         self.compiled = compiled or environment.COMPILED
         self.port = free_port()
+        self.semaphores: set[str] = set()
         self.simulated = SimulatedHost(self.folder)
 
     def __enter__(self) -> RehearsalHost:
@@ -70,7 +72,11 @@ class RehearsalHost:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.left()
         self.simulated.stop()
+        # A killed server leaves Python's own semaphores of 32 bytes. Their names tell no owner, so a reset leaves them.
+        for name in self.semaphores:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
         # SGLang names these at random; the folder's end is the end of all that had them open.
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -193,7 +199,9 @@ class RehearsalHost:
 
     def left(self) -> Left:
         owners = self.simulated.gpus.owners(0) if (self.folder / "state").exists() else {}
-        return Left(self.simulated.processes(), sum(owners.values()), listens(self.port))
+        processes = self.simulated.processes()
+        self.semaphores |= semaphores(processes)
+        return Left(processes, sum(owners.values()), listens(self.port))
 
 
 def free_port() -> int:
@@ -219,10 +227,26 @@ def listens(port: int) -> bool:
     return False
 
 
+def semaphores(pids: Iterable[int]) -> set[str]:
+    """Names of Python's semaphores that these processes have mapped: told by inode, since they are mapped under a name
+    that the C library removed right after."""
+    inodes: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            inodes.update(int(number) for number in re.findall(r" (\d+) +/dev/shm/sem\.", maps))
+    found = set()
+    for path in SHARED_MEMORY.glob("sem.mp-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino in inodes:
+                found.add(path.name)
+    return found
+
+
 def shared_memory() -> set[str]:
     """Names in /dev/shm that servers leave."""
     names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
-    return {name for name in names if name.startswith(("sglang_loads_", "sgl_shm_", "sem.loky-", "psm_", "torch_"))}
+    return {name for name in names if name.startswith(("sglang_loads_", "sgl_shm_", "sem.loky-", "torch_"))}
 
 
 def alive(started: Started) -> bool:

@@ -19,7 +19,7 @@ from gpu_host import startup_phases
 
 from simulator.host import wait_for
 from tests.rehearsal import contract, environment
-from tests.rehearsal.host import Played, RehearsalHost, shared_memory, titles
+from tests.rehearsal.host import SHARED_MEMORY, Played, RehearsalHost, shared_memory, titles
 
 RECORDED = environment.ROOT / contract.RECORDED_FOLDER
 TREE = ["multiprocessing.resource_tracker", "sglang.launch_server", "sglang::detokenizer", "sglang::scheduler"]
@@ -38,6 +38,7 @@ def host(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reh
     assert not made.left()
     assert not made.folder.exists()
     assert shared_memory() - before == set()
+    assert made.semaphores and not any((SHARED_MEMORY / name).exists() for name in made.semaphores)
 
 
 @pytest.fixture(scope="module")
