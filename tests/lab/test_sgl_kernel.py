@@ -69,7 +69,6 @@ def test_a_host_that_can_not_compile_gets_the_wheel_of_the_one_that_builds(
 
     first = play()
     assert (first["installed"], first["check"]["usable"], first["check"]["architectures"]) == (True, True, ["120a"])
-    assert "builder: building" in first["output"]  # told while it went on
     kept = list((tmp_path / "artifacts/wheels").glob("*/*.whl"))
     assert len(kept) == 1 and any(name.endswith(".so") for name in zipfile.ZipFile(kept[0]).namelist())
     second = play()
