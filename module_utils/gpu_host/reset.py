@@ -156,7 +156,6 @@ class Reset:
 
     def _take_lock(self) -> None:
         folder = self.params["state_folder"]
-        self.record["earlier"] = []
         self._lock = HostLock(folder, self.record["run_id"], _who(), self.params["lock_timeout"]).acquire()
         self.record["earlier"] = journal.unrecorded(
             folder, self.params["last_recorded_run"], live_run=self.record["run_id"]

@@ -32,10 +32,6 @@ class Scope:
             return False
         return not self.cgroup or any(_within(path, self.cgroup) for path in proc.cgroups(process.pid))
 
-    @property
-    def narrowed(self) -> bool:
-        return bool(self.cgroup or self.folder or self.uid is not None)
-
 
 def _within(path: str, folder: str) -> bool:
     folder = folder.rstrip("/")
