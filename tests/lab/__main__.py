@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 
 from tests.lab import image
 from tests.lab.command import LabError
 from tests.lab.image import REPOSITORY, LabUnavailableError
 from tests.lab.lab import Lab, all_labs, sweep
+
+_TELLS_WHY = re.compile(r"fatal:|FAILED|UNREACHABLE|CRITICAL|ERROR|\bError\b|^E  |assert|msg:")
+_LINES_OF_WHY = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,14 +109,24 @@ def _molecule(options: argparse.Namespace) -> int:
         raise LabError(f"There is no scenario {options.scenario}; there are: {', '.join(scenarios)}")
     sweep()
     chosen = scenarios if options.scenario == "all" else [options.scenario]
-    failed = [scenario for scenario in chosen if _run_scenario(scenario, options.keep) != 0]
+    attempts = 1 if options.keep or "CI" not in os.environ else 2  # as the tests beside it: `make test` in CI
+    failed = []
+    for scenario in chosen:
+        why: list[str] = []
+        for attempt in range(attempts):
+            why = _run_scenario(scenario, options.keep)
+            if not why:
+                break
+            print(f"{scenario} failed{', and is run once more' if attempt + 1 < attempts else ''}:", *why, sep="\n  ")
+        if why:
+            failed.append(scenario)
     if failed:
         print(f"Failed: {', '.join(failed)}. Look at the hosts with: molecule/run {failed[0]} --keep", file=sys.stderr)
     return int(bool(failed))
 
 
-def _run_scenario(scenario: str, keep: bool) -> int:
-    """Run `molecule test` inside the network of a fresh lab; returns its status."""
+def _run_scenario(scenario: str, keep: bool) -> list[str]:
+    """Run `molecule test` inside the network of a fresh lab; returns the lines that say why it failed, none if not."""
     name = f"molecule-{scenario.replace('_', '-')}-{os.getpid()}"
     lab = Lab.create(name, owner=None if keep else os.getpid())
     try:
@@ -125,12 +140,38 @@ def _run_scenario(scenario: str, keep: bool) -> int:
         }
         lab.check_no_way_out()
         command = ["molecule", "test", "--scenario-name", scenario, *(["--destroy=never"] if keep else [])]
-        return subprocess.call(lab.enter(command), env=environment, cwd=REPOSITORY)
+        status, lines = _shown(lab.enter(command), environment)
+        if status == 0:
+            return []
+        telling = [line for line in lines if _TELLS_WHY.search(line)]
+        return telling[:_LINES_OF_WHY] or lines[-_LINES_OF_WHY:] or [f"molecule ended with {status}"]
     finally:
         if keep:
             print(f"The lab stays: python -m tests.lab --name {name} ssh gpu-1 (or down)", file=sys.stderr)
         else:
             lab.down()
+
+
+def _shown(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run a command whose output is shown as it comes; its status and the lines of it.
+
+    A thread reads: an ssh master that the command leaves behind keeps the pipe open.
+    """
+    process = subprocess.Popen(
+        command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines: list[str] = []
+
+    def read() -> None:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    status = process.wait()
+    reader.join(timeout=2)
+    return status, list(lines)
 
 
 if __name__ == "__main__":
