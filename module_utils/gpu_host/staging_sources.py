@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import copy_client, hub_client, swarm_client
+from . import background, copy_client, hub_client, swarm_client
 from .child import Completed, run_command
 from .deadline import Deadline
 from .masking import mask_text
@@ -258,12 +258,10 @@ def source_of(name: str) -> str:
 
     Remembered: a worker outlives an archive that it was loaded from.
     """
-    spec = CLIENTS[name].__spec__
-    loader: Any = spec.loader if spec else None
-    text = loader.get_source(spec.name) if spec and loader else None
+    text = background.text_of(CLIENTS[name])
     if not text:
         raise SourceError(f"The program {name} did not come along to this host.")
-    return str(text)
+    return text
 
 
 def list_path(folder: str, exclude: Sequence[str]) -> Listing:

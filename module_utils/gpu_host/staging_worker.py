@@ -7,12 +7,9 @@ again, checks the shards, and switches the finished model in. How far it is stan
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
-import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Callable
 
-from . import checkpoint, staging_place, staging_sources
+from . import background, checkpoint, staging_place, staging_sources
 from .masking import mask_text
 from .staging_place import Model
 from .staging_sources import Listing, Source, SourceError
@@ -32,8 +29,6 @@ ENDED = (DONE, FAILED, SEEDING)
 LOOK_SECONDS = 0.25
 RATE_SECONDS = 30.0
 MANIFESTS = ("SHA256SUMS", "sha256sums.txt", "SHA256SUMS.txt", "checksums.sha256")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class StagingFailed(Exception):
@@ -105,25 +100,13 @@ class Rate:
         return max(0.0, (total - before) / (now - first)) if now > first else 0.0
 
 
-class Child:
-    """One program that fetches, in a process group of its own; it dies with us. What it says is kept in a file."""
+class Child(background.Program):
+    """One program that fetches; what it says is kept in a file."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: str, answer: str = "") -> None:
-        self.command = command
         self.answer = answer
         self._output = output
-        parent = os.getpid()
-
-        def with_us() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
-        with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                list(command), stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=dict(environment),
-                start_new_session=True, preexec_fn=with_us,
-            )  # fmt: skip
+        super().__init__(command, environment, output)
 
     def read_answer(self) -> dict[str, Any]:
         try:
@@ -147,20 +130,6 @@ class Child:
         ended = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         name = os.path.basename(self.command[0])
         return f"{name} ended with {ended}" + (f": {mask_text(lines[-1][:300])}" if lines else "")
-
-    def end(self) -> bool:
-        """TERM, then KILL, to its whole group; False when even that does not end it (it hangs in the kernel)."""
-        for number, patience in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
-            if self.process.poll() is not None and number == signal.SIGTERM:
-                break
-            try:
-                os.killpg(self.process.pid, number)  # our own child, not yet reaped: the number can't be another's
-            except ProcessLookupError:
-                break
-            end = time.monotonic() + patience
-            while self.process.poll() is None and time.monotonic() < end:
-                time.sleep(0.02)
-        return self.process.poll() is not None
 
 
 class Worker:
@@ -540,23 +509,4 @@ class Worker:
 
 def start(job: Job, lock: int, request: Mapping[str, Any], work: Callable[[Worker], None] = Worker.run) -> None:
     """Start the worker in a session of its own, detached from whoever calls; it keeps `lock`. Returns at once."""
-    pid = os.fork()
-    if pid:
-        os.waitpid(pid, 0)
-        return
-    try:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-        os.chdir("/")
-        os.umask(0o022)
-        for trapped in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-            signal.signal(trapped, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(nothing, number)
-        os.closerange(3, lock)
-        os.closerange(lock + 1, 4096)
-        work(Worker(job, request))
-    finally:
-        os._exit(0)
+    background.begin(lambda: work(Worker(job, request)), keep=lock)
