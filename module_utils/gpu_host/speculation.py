@@ -26,6 +26,8 @@ NAMES = {
     "num_draft_tokens": "speculative_num_draft_tokens",
     "draft_attention_backend": "speculative_draft_attention_backend",
     "draft_model_quantization": "speculative_draft_model_quantization",
+    "adaptive": "speculative_adaptive",
+    "adaptive_config": "speculative_adaptive_config",
 }
 DRAFTER_ARGUMENT = "speculative_draft_model_path"
 COUNTS = ("num_steps", "eagle_topk", "num_draft_tokens")
@@ -101,7 +103,11 @@ def normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of(speculation: Mapping[str, Any], drafter: str = "") -> dict[str, Any]:
     """SGLang's arguments for sglang_speculation; {} for none. `drafter`: the drafter's folder."""
-    given = {NAMES[name]: value for name, value in speculation.items() if name in NAMES and value not in (None, "")}
+    given = {
+        NAMES[name]: value
+        for name, value in speculation.items()
+        if name in NAMES and value not in (None, "") and value is not False
+    }
     if given and drafter:
         given[DRAFTER_ARGUMENT] = drafter
     return given
