@@ -337,6 +337,19 @@ SERVER_WATCH: dict[str, dict[str, Any]] = {
     **_PATTERNS,
 }
 
+RESET_SCHEDULE: dict[str, dict[str, Any]] = {
+    "schedules": {"type": "raw", "default": []},  # judged by schedules.parse, in sentences that name the schedule
+    "scheduler": {"type": "str", "choices": ["auto", "systemd", "cron"], "default": "auto"},
+    "repository": {"type": "str", "required": True},
+    "python": {"type": "str", "default": ""},
+    "user": {"type": "str", "default": ""},
+    "artifacts": {"type": "str", "default": ""},
+    "folder": {"type": "str", "default": "/var/lib/gpu-resets"},
+    "config_folder": {"type": "str", "default": "/etc/gpu-resets"},
+    "unit_folder": {"type": "str", "default": "/etc/systemd/system"},
+    "cron_folder": {"type": "str", "default": "/etc/cron.d"},
+}
+
 _SECONDS = (
     "grace",
     "kill_timeout",
