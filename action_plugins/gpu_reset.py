@@ -22,7 +22,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import health, lean, progress, records, reports  # noqa: E402
+from gpu_control import health, lean, measuring, progress, records, reports  # noqa: E402
 from gpu_host import arguments, nccl_environment, staging_sources  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
@@ -40,6 +40,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "nccl_environment": (arguments.NCCL_ENVIRONMENT, "nccl_environment"),
     "model_staging": (arguments.MODEL_STAGING, "staging"),
 }
+    "serving_benchmark": (arguments.SERVING_BENCHMARK, "serving_benchmark"),
 
 # What narrows or describes a host: without it a call could end processes that the inventory leaves out.
 HOST_OPTIONS = (
@@ -84,6 +85,9 @@ class ActionModule(ActionBase):
         params = validated.validated_parameters
 
         if name == "gpu_reset":
+        if name == "serving_benchmark" and not problems:
+            problems = arguments.benchmark_problems(validated.validated_parameters)
+            problems = problems or measuring.take_prompts(validated.validated_parameters, REPOSITORY)
             host = self._task.delegate_to or task_vars["inventory_hostname"]
             params["run_id"] = params["run_id"] or records.new_run_id()
             params["last_recorded_run"] = params["last_recorded_run"] or records.last_recorded_run(
@@ -123,6 +127,8 @@ class ActionModule(ActionBase):
         hidden = {option for option, facts in spec.items() if facts.get("no_log")}
         returned["invocation"] = {
             "module_args": {**params, **dict.fromkeys(hidden, "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER")}
+        if name == "serving_benchmark":
+            returned = measuring.completed(returned)
         }
         return {**result, **returned}
 

@@ -365,6 +365,29 @@ _SECONDS = (
     "every",
     "confirm_seconds",
     "all_reduce_timeout",
+SERVING_BENCHMARK: dict[str, dict[str, Any]] = {
+    "name": {"type": "str", "default": "sglang"},
+    "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
+    "prompts": {"type": "str", "default": ""},
+    "dataset": {"type": "str", "default": "", "no_log": True},  # no secret, but long
+    "num_prompts": {"type": "int", "default": 0},
+    "concurrency": {"type": "int", "default": 1},
+    "input_length": {"type": "int", "default": 0},
+    "output_length": {"type": "int", "default": 256},
+    "chat_template": {"type": "bool", "default": True},
+    "ignore_eos": {"type": "bool", "default": True},
+    "temperature": {"type": "float", "default": 0},
+    "seed": {"type": "int", "default": 1},
+    "warmup": {"type": "int", "default": 0},
+    "flush": {"type": "bool", "default": True},
+    "environment": {"type": "dict", "default": {}},
+    "sample_seconds": {"type": "float", "default": 0.5},
+    "timeout": {"type": "float", "default": 1800},
+    "patience": {"type": "float", "default": 0},
+    "task": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+}
+
     "patience",
 )
 _MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib", "model_mib", "min_ram_mib")
@@ -449,6 +472,60 @@ def model_problems(params: dict[str, Any]) -> list[str]:
     if not 0 <= params.get("threads", 0) <= 256:
         found.append(f"threads: {params['threads']} is no number of threads; give 0 (by cores) to 256.")
     if params.get("served_context_length", 0) < 0:
+def _router_problems(router_url: str, worker_url: str) -> list[str]:
+    """Both are addresses without secrets, since records show them."""
+    from urllib.parse import urlsplit  # not needed without a router
+
+    if not worker_url:
+        return [
+            "worker_url: is empty, while router_url is set; give the address by which the router knows this host's"
+            " server, for example http://gpu01:{port}."
+        ]
+    found = []
+    for name, url in (("router_url", router_url), ("worker_url", worker_url.replace("{port}", "1"))):
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or re.search(r"[\s{}]", url):
+            found.append(f"{name}: {url!r} is no address; give for example http://gateway:30000.")
+        elif parts.username or parts.password:
+            found.append(f"{name}: holds a user or a password, which records would show; use router_api_key_file.")
+        elif parts.query or parts.fragment:
+            found.append(f"{name}: {url!r} is more than an address; leave out what follows the '?' or '#'.")
+    return found
+
+
+def benchmark_problems(params: dict[str, Any]) -> list[str]:
+    """What is wrong with the parameters of the module serving_benchmark."""
+    found = []
+    for name, least, what in (
+        ("num_prompts", 0, "prompts, or 0 for all of the file"),
+        ("concurrency", 1, "requests at a time"),
+        ("input_length", 0, "tokens, or 0 for prompts of any length"),
+        ("output_length", 4, "tokens; SGLang's client takes no fewer"),
+        ("warmup", 0, "requests, or 0 for as many as concurrency"),
+        ("seed", 0, "a number"),
+    ):
+        if params[name] < least:
+            found.append(f"{name}: {params[name]} is too small; give {least} or more {what}.")
+    if params["num_prompts"] and params["num_prompts"] < params["concurrency"]:
+        found.append(
+            f"num_prompts: {params['num_prompts']} prompts can't keep {params['concurrency']} requests at a time busy; "
+            "give more prompts or a lower concurrency."
+        )
+    if params["input_length"] and not params["num_prompts"]:
+        found.append("num_prompts: with input_length say how many; prompts that are longer are left out.")
+    if not 0.05 <= params["sample_seconds"] <= 60:
+        found.append(f"sample_seconds: {params['sample_seconds']} is no interval; give 0.05 to 60 seconds.")
+    if not 0 <= params["temperature"] <= 10:
+        found.append(f"temperature: {params['temperature']} is none; give 0 (greedy) to 10.")
+    if params["task"] and not _RUN_ID.match(params["task"]):
+        found.append(f"task: {params['task']!r} would be no file name; use letters, digits, '.', '_' and '-'.")
+    return found
+
+
         found.append("served_context_length: give tokens, or 0 for the target's own length.")
     return found
 
