@@ -265,8 +265,8 @@ predicted:
   returned: in check mode
 gpus:
   description: >-
-    Each GPU in scope with C(index), C(uuid), C(used_mib_before), C(used_mib_after) (MiB), C(verdict), C(cure) and
-    C(pids).
+    Each GPU in scope with C(index), C(uuid), C(pci_bus_id), C(used_mib_before), C(used_mib_after) (MiB), C(verdict),
+    C(cure) and C(pids).
   type: list
   elements: dict
   returned: always

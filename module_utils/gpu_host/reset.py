@@ -184,6 +184,7 @@ class Reset:
             {
                 "index": gpu.index,
                 "uuid": gpu.uuid,
+                "pci_bus_id": gpu.pci_bus_id,  # Xids in the kernel log name a GPU by it
                 "used_mib_before": before.get(gpu.uuid, gpu.used_mib),
                 "used_mib_after": gpu.used_mib,
                 "verdict": one.verdict,
