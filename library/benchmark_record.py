@@ -1,0 +1,113 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps one measurement, or why there is none."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: benchmark_record
+short_description: Keep a measurement of a benchmark, or the cause of a failure
+description:
+  - Writes one file a measurement or failure into the folder of the run, as a whole or not at all. Keys and tokens are
+    masked.
+  - A measurement from which nothing can be concluded (no request completed, more than 5 % failed, no throughput) is
+    kept as a failure; RV(usable) is then false.
+  - After a failure M(benchmark_plan) goes on with the next variant; the failed one is tried again in the next round. A
+    variant that fails twice is not started again in this play.
+options:
+  run:
+    description: Name of the run.
+    type: str
+    required: true
+  host:
+    description: Whose measurement it is. The host of the task when empty.
+    type: str
+    default: ""
+  round:
+    description: As in C(step) of M(benchmark_plan).
+    type: int
+    required: true
+  variant:
+    description: As in C(step) of M(benchmark_plan).
+    type: str
+    required: true
+  cell:
+    description: As in C(step.measure) of M(benchmark_plan). Not needed for a failure.
+    type: str
+    default: ""
+  repeat:
+    description: As in C(step.measure) of M(benchmark_plan).
+    type: int
+    default: 1
+  measurement:
+    description: What M(serving_benchmark) returned as C(measurement). One of O(measurement) and O(failure) is needed.
+    type: dict
+  server:
+    description: >-
+      The server that was measured, for the report: command (list), environment (dict), versions (dict). What is left
+      out is taken from O(measurement).
+    type: dict
+    default: {}
+  failure:
+    description: >-
+      Why there is no measurement: cause (a sentence), cure (a sentence), phase (reset, launch, health or measure),
+      evidence_line, log (a path on the host).
+    type: dict
+attributes:
+  check_mode:
+    description: Judges the input and writes nothing.
+    support: full
+  diff_mode:
+    description: There is nothing to compare.
+    support: none
+notes:
+  - Works on the control node alone (an action plugin); the host is not contacted and needs nothing.
+author:
+  - The authors of this repository
+"""
+
+EXAMPLES = r"""
+- name: Keep the measurement
+  benchmark_record:
+    run: "{{ __benchmark_plan.run }}"
+    round: "{{ __benchmark_next.step.round }}"
+    variant: "{{ __benchmark_next.step.variant }}"
+    cell: "{{ item.cell }}"
+    repeat: "{{ item.repeat }}"
+    measurement: "{{ serving_benchmark_result.measurement }}"
+    server:
+      command: "{{ server_launch_result.command }}"
+
+- name: Keep why the variant could not be measured
+  benchmark_record:
+    run: "{{ __benchmark_plan.run }}"
+    round: "{{ __benchmark_next.step.round }}"
+    variant: "{{ __benchmark_next.step.variant }}"
+    failure:
+      phase: health
+      cause: "{{ ansible_failed_result.msg }}"
+"""
+
+RETURN = r"""
+path:
+  description: The file on the control node, empty in check mode.
+  returned: always
+  type: str
+usable:
+  description: Whether it is a measurement that counts.
+  returned: always
+  type: bool
+"""
+
+import json
+
+
+def main() -> None:
+    """Only reached where the action plugin of the same name is not found."""
+    text = "benchmark_record works on the control node: name this repository's action_plugins in ansible.cfg."
+    print(json.dumps({"failed": True, "msg": text}))
+
+
+if __name__ == "__main__":
+    main()
