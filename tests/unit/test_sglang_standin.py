@@ -511,3 +511,83 @@ def stop(host: SimulatedHost, server: Server) -> None:
     for pid in server.processes():
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not server.processes(), "the end of the tree", 5)
+
+
+# One server over two hosts, here two halves on one
+
+
+def half(host: SimulatedHost, number: int, address: str, **settings: object) -> Server:
+    """Half of a TP-2 server, by its node rank."""
+    arguments = ["--nnodes", "2", "--node-rank", str(number), "--dist-init-addr", address]
+    settings = {"memory_mib": 1000, "speed": 10, "no_gpu": 1, **settings}
+    return host.start_server(f"half-{number}-{address[-5:]}", gpus=[number], tp=2, arguments=arguments, **settings)
+
+
+def test_the_first_host_of_a_server_is_ready_once_the_second_has_joined_and_dies_with_it(host: SimulatedHost) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    first = half(host, 0, address)
+    wait_for(lambda: "Init torch distributed begin." in first.log_text(), "the first rank", 20)
+    assert first.request("/health", timeout=1)[0] == 0
+    second = half(host, 1, address)
+    first.wait_ready()
+    alive = "Dummy health check server started in background thread at 127.0.0.1:"
+    wait_for(lambda: alive in second.log_text(), "the second host", 20)
+    assert "max_total_num_tokens=" in first.log_text() and "max_total_num_tokens=" not in second.log_text()
+    titles = [line for one in (first, second) for line in one.processes().values() if line.startswith("sglang::")]
+    assert sorted(titles) == ["sglang::detokenizer", "sglang::scheduler_TP0", "sglang::scheduler_TP1"]
+    assert first.request("/generate", GENERATE)[0] == 200
+    assert [second.request(path)[0] for path in ("/health", "/ping", "/server_info")] == [200, 200, 404]
+    lost = next(pid for pid, line in second.processes().items() if line.startswith("sglang::scheduler"))
+    os.kill(lost, signal.SIGKILL)
+    wait_for(lambda: not first.main.alive() and not second.main.alive(), "both ends", 30)
+    assert "Connection closed by peer [127.0.0.1]:" in first.log_text()
+    assert f"Scheduler or DataParallelController {lost} terminated with -9" in second.log_text()
+
+
+def test_a_second_host_that_never_comes_ends_the_first_by_torchs_own_words(host: SimulatedHost) -> None:
+    first = half(host, 0, f"127.0.0.1:{free_port()}", meet_seconds=10)
+    wait_for(lambda: not first.main.alive(), "the first host's end", 30)
+    assert "waiting for clients. 1/2 clients joined." in first.log_text()
+
+
+def test_a_stop_of_the_first_host_stops_the_second(host: SimulatedHost) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    first, second = half(host, 0, address), half(host, 1, address)
+    first.wait_ready()
+    first.main.send(signal.SIGTERM)
+    wait_for(lambda: not first.main.alive() and not second.main.alive(), "both ends", 30)
+    assert "terminated with 0" in second.log_text()
+
+
+# The first of each request finds a listener that closes the connection, as a machine too busy for a thread would.
+BUSY = """
+import types
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from sglang.standin import web
+seen = []
+class Busy(BaseHTTPRequestHandler):
+    def answer(self):
+        seen.append(self.path)
+        self.close_connection = True
+        if seen.count(self.path) > 1:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+    do_GET = do_POST = answer
+    def log_message(self, *words): pass
+http = HTTPServer(("127.0.0.1", 0), Busy)
+Thread(target=http.serve_forever, daemon=True).start()
+arguments = {"api_key": "", "host": "127.0.0.1", "port": http.server_port, "skip_server_warmup": False}
+One = types.SimpleNamespace
+frontend = One(status="Starting")
+web._warm_up(One(arguments=arguments, log=One(line=print), settings=One(warmup_seconds=0)), frontend)
+print(frontend.status, *seen)
+"""
+
+
+def test_a_warm_up_request_that_a_busy_machine_drops_is_sent_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY], env={**os.environ, "PYTHONPATH": str(STANDIN)}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "Up /model_info /model_info /generate /generate", done.stdout + done.stderr

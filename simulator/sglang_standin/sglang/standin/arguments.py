@@ -31,6 +31,7 @@ WHOLE_NUMBERS = {
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "dist_timeout",
 }
 FRACTIONS = {"mem_fraction_static"}
 

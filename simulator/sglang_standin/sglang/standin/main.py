@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import arguments as args
-from . import device
+from . import device, hosts
 from .detokenizer import run_controller_process, run_detokenizer_process
 from .log import Log, raw
 from .scheduler import recorded_failure, run_scheduler_process
@@ -56,6 +56,18 @@ def run(argv: list[str], program: str) -> int:
         raw(recorded_failure(failure))
         return 1
     args.fill_speculation(arguments)
+    if arguments["nnodes"] == 1:
+        _cuda_ipc(log)
+    log.line("Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit")
+    log.line(args.described(arguments, settings.version))
+    log.line("Using default HuggingFace chat template with detected content format: string")
+    if not settings.no_gpu:
+        device.open_nodes(settings.device_folder)
+    return Server(arguments, settings, log).run(argv)
+
+
+def _cuda_ipc(log: Log) -> None:
+    """What a server of one host says of its features' way to the schedulers."""
     log.line(
         "Multimodal feature transport auto-resolved to cuda_ipc (single-node CUDA). "
         "Pass --mm-feature-transport=cpu to opt out."
@@ -68,12 +80,6 @@ def run(argv: list[str], program: str) -> int:
         "CUDA IPC pool-handle caching is enabled. It reuses mappings to the existing bounded pool without reserving "
         "another pool; set SGLANG_USE_IPC_POOL_HANDLE_CACHE=0 to disable it."
     )
-    log.line("Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit")
-    log.line(args.described(arguments, settings.version))
-    log.line("Using default HuggingFace chat template with detected content format: string")
-    if not settings.no_gpu:
-        device.open_nodes(settings.device_folder)
-    return Server(arguments, settings, log).run(argv)
 
 
 class Server:
@@ -101,6 +107,8 @@ class Server:
             # A multiprocessing parent would wait for its children here; they are killed already.
             os._exit(1)
         self._leave_shared_memory()
+        if self.arguments["node_rank"] >= 1:
+            return hosts.follow(self)
         from .web import serve
 
         startup = {**infos[0]["startup_time"], "tokenizer_e2e": time.monotonic() - self.started_at}
@@ -117,8 +125,10 @@ class Server:
     def _spawn(self) -> tuple[list[Connection], dict[str, Any]]:
         """One scheduler a rank, then the detokenizer. Returns the ready pipes and what the front end talks through."""
         context = multiprocessing.get_context("spawn")
-        tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
-        ranks = [(replica, rank) for replica in range(data) for rank in range(tensor)]
+        tensor, data, first = self.arguments["tp_size"], self.arguments["dp_size"], self.arguments["node_rank"] == 0
+        together = self.arguments["nnodes"] > 1
+        own = hosts.local_ranks(self.arguments)
+        ranks = [(replica, rank) for replica in range(data) for rank in own]
         ready: list[Connection] = []
         frontend: dict[str, Any] = {"requests": [], "control": []}
         detokenizer_inputs: list[Connection] = []
@@ -126,8 +136,8 @@ class Server:
         if data > 1:
             context.Process(target=run_controller_process).start()
         for replica in range(data):
-            links = [context.Pipe() for _ in range(tensor - 1)]
-            for rank in range(tensor):
+            links = [] if together else [context.Pipe() for _ in range(tensor - 1)]
+            for rank in own:
                 ours, writer = context.Pipe(duplex=False)
                 plan = self._plan(replica, rank, writer, last=(replica, rank) == ranks[-1])
                 theirs.append(writer)
@@ -140,24 +150,26 @@ class Server:
                     frontend["control"].append(control)
                     detokenizer_inputs.append(from_scheduler)
                     theirs += [plan["requests"], plan["outputs"], plan["control"], from_scheduler, *plan["peers"]]
-                else:
+                elif not together:
                     plan["peers"] = [links[rank - 1][1]]
                     theirs += plan["peers"]
                 process = context.Process(target=run_scheduler_process, args=(plan,))
                 process.start()
                 self.schedulers.append(process)
                 ready.append(ours)
-        frontend["outputs"], output = context.Pipe(duplex=False)
-        context.Process(target=run_detokenizer_process, args=(detokenizer_inputs, output)).start()
+        if first:
+            frontend["outputs"], output = context.Pipe(duplex=False)
+            context.Process(target=run_detokenizer_process, args=(detokenizer_inputs, output)).start()
+            theirs.append(output)
         # Only the children's copies may stay open, or nobody would see them end.
-        for pipe in [*theirs, output]:
+        for pipe in theirs:
             pipe.close()
         return ready, frontend
 
     def _plan(self, replica: int, rank: int, writer: Connection, last: bool) -> dict[str, Any]:
         tensor, data = self.arguments["tp_size"], self.arguments["dp_size"]
         prefix = (f" DP{replica}" if data > 1 else "") + (f" TP{rank}" if tensor > 1 else "")
-        number = replica * tensor + rank
+        number = replica * tensor + rank - hosts.local_ranks(self.arguments).start
         return {
             "arguments": self.arguments,
             "model": {
@@ -188,7 +200,8 @@ class Server:
             try:
                 infos.append(pipe.recv())
             except EOFError:
-                self.log.line(f"Rank {rank} scheduler is dead. Please check if there are relevant logs.")
+                number = hosts.local_ranks(self.arguments).start + rank
+                self.log.line(f"Rank {number} scheduler is dead. Please check if there are relevant logs.")
                 self.schedulers[rank].join()
                 self.log.line(f"Exit code: {self.schedulers[rank].exitcode}")
                 return None

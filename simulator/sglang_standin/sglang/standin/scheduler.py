@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from . import child, device
+from . import child, device, hosts
 from .log import Log, raw
 from .settings import Settings
 
@@ -50,10 +50,17 @@ def run_scheduler_process(plan: dict[str, Any]) -> None:
         _nccl_warning(plan["tp_rank"])
         sys.exit(1)
     plan["ready"].close()
-    if plan["requests"] is None:
-        follow(plan["peers"][0])
-    else:
-        Engine(plan, settings, log).run()
+    try:
+        if startup.ranks is not None and plan["tp_rank"]:
+            follow_rank_0(startup.ranks)
+        elif plan["requests"] is None:
+            follow(plan["peers"][0])
+        else:
+            Engine(plan, settings, log, startup.ranks).run()
+    except hosts.Lost as lost:
+        log.line(f"Scheduler hit an exception: Traceback (most recent call last):\n{lost}\n")
+        _tell_main(plan["main_pid"])
+        sys.exit(1)
     if plan["tp_rank"] == 0:
         _nccl_warning(0)
     startup.release()
@@ -99,6 +106,7 @@ class Startup:
         self.total_mib = 97887
         self.workers: list[subprocess.Popen[bytes]] = []
         self.seconds = {"load_weight": 0.0, "kv_cache_allocation": 0.0}
+        self.ranks: hosts.Ranks | None = None  # of a server over several hosts
         self.graphs: dict[str, float] = {}
         self.graph_gb: dict[str, float] = {}
 
@@ -118,12 +126,12 @@ class Startup:
         self._hang_after("capture")
         tokens = self.arguments["max_total_tokens"] or 700000
         running = self.arguments["max_running_requests"] or 2048
-        self.log.line(
-            f"max_total_num_tokens={tokens}, chunked_prefill_size={self.arguments['chunked_prefill_size']}, "
-            f"max_prefill_tokens={self.arguments['max_prefill_tokens']}, max_running_requests={running}, "
-            f"context_len={self.model['context']}, available_gpu_mem={self._free()} GB"
-        )
         if self.plan["tp_rank"] == 0:
+            self.log.line(
+                f"max_total_num_tokens={tokens}, chunked_prefill_size={self.arguments['chunked_prefill_size']}, "
+                f"max_prefill_tokens={self.arguments['max_prefill_tokens']}, max_running_requests={running}, "
+                f"context_len={self.model['context']}, available_gpu_mem={self._free()} GB"
+            )
             self.log.line(
                 "Tree cache initialized: source=default impl=RadixCache hybrid_swa=False hybrid_ssm=False "
                 "hierarchical=False streaming_wrapped=False"
@@ -201,11 +209,23 @@ class Startup:
         if self.settings.version != "0.5.17":
             begin, end = "Init parallel begin.", "Init parallel ends."
         self.log.line(begin)
+        began = time.monotonic()
         time.sleep(seconds)
+        if self.arguments["nnodes"] > 1 and self.ranks is None:
+            self._meet()
+            seconds = time.monotonic() - began
         suffix = f", mem usage={usage} GB" if self.settings.version == "0.5.17" else ""
         self.log.line(f"{end} elapsed={seconds:.2f} s{suffix}")
         if seconds:
             self._hang_after("init")
+
+    def _meet(self) -> None:
+        """Wait for the ranks of all hosts."""
+        given = self.arguments["dist_timeout"]
+        try:
+            self.ranks = hosts.Ranks(self.arguments, self.plan["tp_rank"], given or self.settings.meet_seconds)
+        except hosts.Lost as lost:
+            raise Failed(f"Scheduler hit an exception: Traceback (most recent call last):\n{lost}") from None
 
     def _weights(self, seconds: float, architecture: str, share: float, shards: int, phase: str) -> None:
         before = self.held_mib
@@ -232,6 +252,11 @@ class Startup:
             f"mem usage={(self.held_mib - before) / GIB:.2f} GB."
         )
         self._hang_after(phase)
+        if self.ranks is not None:
+            try:
+                self.ranks.all_loaded(hosts.UNBALANCED_SECONDS)
+            except hosts.Lost as lost:
+                raise Failed(f"Scheduler hit an exception: Traceback (most recent call last):\n{lost}") from None
 
     def _draft(self) -> None:
         self.log.line("SPECULATIVE_MOE_RUNNER_BACKEND is not initialized, using auto backend")
@@ -371,6 +396,13 @@ def follow(to_first: Connection) -> None:
             child.hang()
 
 
+def follow_rank_0(ranks: hosts.Ranks) -> None:
+    """The same over several hosts, where the end of a connection is the end of the server."""
+    (first,) = ranks.peers
+    while ranks.hear(first) != b"shutdown":
+        ranks.tell(first, b"done")
+
+
 class Request:
     """One running request."""
 
@@ -391,8 +423,8 @@ def _no_steps() -> dict[str, float]:
 class Engine:
     """Rank 0 of a replica: queue, batches, counters."""
 
-    def __init__(self, plan: dict[str, Any], settings: Settings, log: Log) -> None:
-        self.plan, self.settings, self.log = plan, settings, log
+    def __init__(self, plan: dict[str, Any], settings: Settings, log: Log, ranks: hosts.Ranks | None = None) -> None:
+        self.plan, self.settings, self.log, self.ranks = plan, settings, log, ranks
         arguments = plan["arguments"]
         self.requests, self.outputs, self.control = plan["requests"], plan["outputs"], plan["control"]
         self.peers = plan["peers"]
@@ -424,6 +456,8 @@ class Engine:
         try:
             while not self.stopped:
                 busy = bool(self.running or self.waiting)
+                if self.ranks is not None and not busy:
+                    self.ranks.wait(self.requests)
                 while self.requests.poll(0 if busy else None):
                     self._take(self.requests.recv())
                     busy = True
@@ -452,6 +486,9 @@ class Engine:
         elif kind == "shutdown":
             for peer in self.peers:
                 peer.send_bytes(b"shutdown")
+            if self.ranks is not None:
+                for peer in self.ranks.peers:
+                    self.ranks.tell(peer, b"shutdown")
             self.stopped = True
 
     def _collective(self) -> None:
@@ -460,6 +497,11 @@ class Engine:
             peer.send_bytes(b"step")
         for peer in self.peers:
             peer.recv_bytes()
+        if self.ranks is not None:
+            for peer in self.ranks.peers:
+                self.ranks.tell(peer, b"step")
+            for peer in self.ranks.peers:
+                self.ranks.hear(peer)
 
     def _step(self) -> None:
         room = self.limit - len(self.running)

@@ -19,6 +19,7 @@ How long things take, in seconds; SPEED (default 1) divides them all
     TERM_POLL_SECONDS   how often SIGTERM and the drain are looked at (default 5)
     RELEASE_SECONDS     a scheduler's own exit at shut-down (default 2.5)
     EXIT_WAIT_SECONDS   how long main waits for that before it kills (default 15)
+    MEET_SECONDS        how long ranks of several hosts wait for each other (default 600; --dist-timeout)
     WATCH_SECONDS       how often main looks for dead workers (default 1)
     CRASH_SECONDS       between a dead worker and the end of the tree (default 5)
     COREDUMP_SECONDS    how long main then waits while a scheduler lives (default 60)
@@ -71,6 +72,7 @@ SECONDS = {
     "TERM_POLL_SECONDS": 5.0,
     "RELEASE_SECONDS": 2.5,
     "EXIT_WAIT_SECONDS": 15.0,
+    "MEET_SECONDS": 600.0,
     "WATCH_SECONDS": 1.0,
     "CRASH_SECONDS": 5.0,
     "COREDUMP_SECONDS": 60.0,
@@ -105,6 +107,7 @@ class Settings:
     term_poll_seconds: float
     release_seconds: float
     exit_wait_seconds: float
+    meet_seconds: float
     watch_seconds: float
     crash_seconds: float
     coredump_seconds: float

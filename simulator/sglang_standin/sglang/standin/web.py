@@ -9,8 +9,10 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -20,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from .arguments import answers, recorded
+from .log import raw
 
 if TYPE_CHECKING:
     from .main import Server
@@ -28,6 +31,8 @@ WORDS = ("the", "answer", "is", "one", "two", "three", "model", "token", "draft"
 OPEN_PATHS = ("/health", "/health_generate", "/metrics", "/ping", "/ready")
 """What real SGLang answers without the API key."""
 
+WARM_UP_TRIES, WARM_UP_SECONDS = 10, 600.0
+"""Of each request of the warm-up, and how long one may take; SGLang asks /model_info 120 times."""
 
 POST_ONLY = ("/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -230,14 +235,20 @@ def _warm_up(server: Server, frontend: Frontend) -> None:
     if not arguments["skip_server_warmup"]:
         body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 8}})
         for method, path, data in (("GET", "/model_info", None), ("POST", "/generate", body)):
-            connection = http.client.HTTPConnection(host, arguments["port"])
-            try:
-                connection.request(method, path, body=data, headers=headers)
-                connection.getresponse().read()
-            except OSError as error:
-                server.log.line(f"Initialization failed. warmup error: {error}")
-                kill_process_tree(server.log, include_parent=True)
-            connection.close()
+            # Where the machine is too busy for one answer there may be another; a dead scheduler ends us anyway.
+            for left in reversed(range(WARM_UP_TRIES)):
+                connection = http.client.HTTPConnection(host, arguments["port"], timeout=WARM_UP_SECONDS)
+                try:
+                    connection.request(method, path, body=data, headers=headers)
+                    connection.getresponse().read()
+                    break
+                except (OSError, http.client.HTTPException) as error:
+                    if not left:
+                        server.log.line(f"Initialization failed. warmup error: {method} {path}: {error!r}")
+                        kill_process_tree(server.log, include_parent=True)
+                    time.sleep(1)
+                finally:
+                    connection.close()
     frontend.status = "Up"
     server.log.line("The server is fired up and ready to roll!")
 
@@ -247,7 +258,9 @@ class _Http(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away is no error of ours."""
+        """A client that goes away is no error of ours; anything else is said, since it closes the connection."""
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            raw(f"ERROR:    Exception in ASGI application\n{traceback.format_exc()}")
 
 
 def _handler(
