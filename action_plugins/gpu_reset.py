@@ -35,12 +35,13 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "kernel_package_info": (arguments.KERNEL_PACKAGE_INFO, "kernel_package"),
     "jit_cache": (arguments.JIT_CACHE, "jit_cache"),
     "server_launch": (arguments.SERVER_LAUNCH, "server_launch"),
+    "router_worker": (arguments.ROUTER_WORKER, "router_worker"),
     "server_health": (arguments.SERVER_HEALTH, "server_health"),
     "server_watch": (arguments.SERVER_WATCH, "server_watch"),
     "nccl_environment": (arguments.NCCL_ENVIRONMENT, "nccl_environment"),
     "model_staging": (arguments.MODEL_STAGING, "staging"),
-}
     "serving_benchmark": (arguments.SERVING_BENCHMARK, "serving_benchmark"),
+}
 
 # What narrows or describes a host: without it a call could end processes that the inventory leaves out.
 HOST_OPTIONS = (
@@ -69,25 +70,34 @@ class ActionModule(ActionBase):
         task_vars = task_vars or {}
         result: dict[str, Any] = super().run(tmp, task_vars)
         name = self._task.action.rpartition(".")[2]
+        if name == "gpu_reset" and (gate := self._gate(task_vars)) is not None:
+            return self._run_gated(gate, result, task_vars)
+        return self._run(name, result, task_vars)
+
+    def _run(self, name: str, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         spec, entry = CALLS[name]
 
         # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
         if not_ready := self._variable(task_vars, "gpu_host_not_ready"):
             return {**result, "failed": True, "refused": True, "msg": str(not_ready)}
-        validated = ArgumentSpecValidator(spec).validate({**self._host_options(task_vars, spec), **self._task.args})
+        given = {**self._host_options(task_vars, spec), **self._task.args}
+        if given.get("router_url") and not given.get("worker_url"):
+            address = self._variable(task_vars, "ansible_host") or task_vars["inventory_hostname"]
+            given["worker_url"] = f"http://{address}:{{port}}"  # the server's own port
+        validated = ArgumentSpecValidator(spec).validate(given)
         problems = validated.error_messages or arguments.problems(validated.validated_parameters)
         if name == "nccl_environment" and not problems:
             problems = nccl_environment.problems(validated.validated_parameters)
         if name == "model_staging" and not problems:
             problems = staging_sources.problems(validated.validated_parameters)
+        if name == "serving_benchmark" and not problems:
+            problems = arguments.benchmark_problems(validated.validated_parameters)
+            problems = problems or measuring.take_prompts(validated.validated_parameters, REPOSITORY)
         if problems:
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
         params = validated.validated_parameters
 
         if name == "gpu_reset":
-        if name == "serving_benchmark" and not problems:
-            problems = arguments.benchmark_problems(validated.validated_parameters)
-            problems = problems or measuring.take_prompts(validated.validated_parameters, REPOSITORY)
             host = self._task.delegate_to or task_vars["inventory_hostname"]
             params["run_id"] = params["run_id"] or records.new_run_id()
             params["last_recorded_run"] = params["last_recorded_run"] or records.last_recorded_run(
@@ -122,15 +132,49 @@ class ActionModule(ActionBase):
             params["carry"] = None  # as it was called
         else:
             returned = progress.follow(call, display.display, host)
+        if name == "serving_benchmark":
+            returned = measuring.completed(returned)
         if name == "gpu_host_info" and not self._task.async_val:
             returned["report"] = reports.write(host, returned)
         hidden = {option for option, facts in spec.items() if facts.get("no_log")}
         returned["invocation"] = {
             "module_args": {**params, **dict.fromkeys(hidden, "VALUE_SPECIFIED_IN_NO_LOG_PARAMETER")}
-        if name == "serving_benchmark":
-            returned = measuring.completed(returned)
         }
         return {**result, **returned}
+
+    def _gate(self, task_vars: dict[str, Any]) -> gates.Gate | None:
+        """What a run over many hosts asks before each of them is begun (plugin_utils/gpu_control/gate.py)."""
+        if "__reset_gate" not in task_vars or self._task.delegate_to:
+            return None
+        host = task_vars["inventory_hostname"]
+        nodes = [str(node) for node in self._variable(task_vars, "sglang_nodes") or []]
+        check_mode = bool(self._task.check_mode)
+        return gates.Gate(
+            task_vars["__reset_plan"], host, nodes, Path(C.DEFAULT_LOCAL_TMP), records.artifacts_folder(), check_mode
+        )
+
+    def _run_gated(self, gate: gates.Gate, result: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        def not_ready(node: str) -> str:
+            hostvars = task_vars["hostvars"]
+            return str(hostvars[node].get("gpu_host_not_ready") or "") if node in hostvars else ""
+
+        policy = str(self._task.args.get("policy") or arguments.GPU_RESET["policy"]["default"])
+        reason = gate.begin(task_vars["ansible_play_hosts_all"], not_ready)
+        if not reason and (waited := gate.wait_for_head(policy)) is not None:
+            reason = waited
+            self._task.args["policy"] = "force"  # the server's first node was asked, and has ended
+        if reason:
+            return {**result, **gates.skipped(reason, policy, bool(self._task.check_mode))}
+        returned = None
+        try:
+            returned = self._run("gpu_reset", result, task_vars)
+        finally:
+            first = "verify" != ",".join(self._task.args.get("phases") or [])
+            try:
+                gate.end(returned, first and bool(self._variable(task_vars, "gpu_hypervisor")))
+            except (OSError, breaker.Unreadable) as error:
+                display.warning(f"{gate.host} was not counted for the breaker: {error}")
+        return returned
 
     def _run_lean(self, interpreter: str, entry: str, params: dict[str, Any]) -> dict[str, Any]:
         program = lean.program(

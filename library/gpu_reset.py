@@ -34,7 +34,8 @@ options:
     default: []
   grace:
     description:
-      - Seconds from SIGTERM to SIGKILL. A server that drains its requests takes 3 to 12.
+      - Seconds that requests get to finish before SIGTERM (O(policy=drain)), and again from SIGTERM to SIGKILL. A
+        server without requests takes 3 to 12 to end.
     type: float
     default: 30
   kill_timeout:
@@ -171,10 +172,31 @@ options:
     default: /dev
   policy:
     description:
-      - Which hosts are reset. force is every one.
+      - Which hosts are reset, and how their servers are asked to go. V(drain) takes every one; requests that were
+        accepted get up to O(grace) seconds to finish, then the servers are told to end. V(idle_only) skips a host
+        where a request runs or waits, or may. V(zombies_only) skips a host unless every server that would end holds
+        memory and does not answer. V(force) ends every server at once.
     type: str
-    choices: [force]
-    default: force
+    choices: [drain, idle_only, zombies_only, force]
+    default: drain
+  router_url:
+    description:
+      - Address of the SGLang router (sgl-router or model gateway) in front of the host's servers, as the host reaches
+        it. Every policy but force takes the servers out of it before they end; V(force) leaves it alone. Where it does
+        not answer, the reset does not begin, unless the servers are hung or dead anyway.
+    type: str
+    default: ""
+  router_api_key_file:
+    description:
+      - File on the host whose first line is the router's key.
+    type: str
+    default: ""
+  worker_url:
+    description:
+      - Address by which the router knows the host's server; {port} in it is the server's own port. Where it is
+        empty, http://<the host's address in the inventory>:{port}.
+    type: str
+    default: ""
   run_id:
     description:
       - Name of this run in the record and of its evidence folder. Made up where it is empty.
@@ -242,6 +264,11 @@ servers:
 policy:
   description: The policy that was asked for.
   type: str
+  returned: always
+router:
+  description: >-
+    Where a router was asked, its C(url), the addresses in C(taken_out) and those in C(put_back), and C(problem).
+  type: dict
   returned: always
 started:
   description: When the run began, ISO 8601 in UTC.

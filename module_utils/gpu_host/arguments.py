@@ -54,7 +54,10 @@ GPU_RESET: dict[str, dict[str, Any]] = {
     "repair": {"type": "list", "elements": "str", "choices": ["probe", "gpu_reset", "reboot"], "default": []},
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
     "device_folder": {"type": "str", "default": "/dev"},
-    "policy": {"type": "str", "choices": ["force"], "default": "force"},
+    "policy": {"type": "str", "choices": ["drain", "idle_only", "zombies_only", "force"], "default": "drain"},
+    "router_url": {"type": "str", "default": ""},
+    "router_api_key_file": {"type": "str", "default": ""},
+    "worker_url": {"type": "str", "default": ""},
     "run_id": {"type": "str", "default": ""},
     "last_recorded_run": {"type": "str", "default": ""},
 }
@@ -88,6 +91,18 @@ SERVER_START: dict[str, dict[str, Any]] = {
     "timeout": {"type": "float", "default": 1800},
     "grace": {"type": "float", "default": 30},
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+}
+
+ROUTER_WORKER: dict[str, dict[str, Any]] = {
+    "timeout": {"type": "float", "default": 600},
+    "lock_timeout": {"type": "float", "default": 60},
+    "server_modules": _strings(processes.SERVER_MODULES),
+    "server_commands": _strings(processes.SERVER_COMMANDS),
+    "server_titles": _strings(processes.SERVER_TITLES),
+    "scope_cgroup": {"type": "str", "default": ""},
+    "scope_folder": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+    "device_folder": {"type": "str", "default": "/dev"},
 }
 
 # Model folders and SGLang's sources, read and edited on the host.
@@ -350,21 +365,6 @@ RESET_SCHEDULE: dict[str, dict[str, Any]] = {
     "cron_folder": {"type": "str", "default": "/etc/cron.d"},
 }
 
-_SECONDS = (
-    "grace",
-    "kill_timeout",
-    "verify_timeout",
-    "lock_timeout",
-    "timeout",
-    "hung_after",
-    "load_seconds",
-    "restart_seconds",
-    "stall",
-    "slice_seconds",
-    "request_seconds",
-    "every",
-    "confirm_seconds",
-    "all_reduce_timeout",
 SERVING_BENCHMARK: dict[str, dict[str, Any]] = {
     "name": {"type": "str", "default": "sglang"},
     "python": {"type": "str", "default": "/opt/sglang/venv/bin/python"},
@@ -388,10 +388,26 @@ SERVING_BENCHMARK: dict[str, dict[str, Any]] = {
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
 }
 
+_SECONDS = (
+    "grace",
+    "kill_timeout",
+    "verify_timeout",
+    "lock_timeout",
+    "timeout",
+    "hung_after",
+    "load_seconds",
+    "restart_seconds",
+    "stall",
+    "slice_seconds",
+    "request_seconds",
+    "every",
+    "confirm_seconds",
+    "all_reduce_timeout",
     "patience",
 )
 _MIB = ("free_mib", "protected_mib", "min_shm_free_mib", "gpu_mib", "model_mib", "min_ram_mib")
 _FOLDERS = (
+    "router_api_key_file",
     "shm_folder",
     "state_folder",
     "device_folder",
@@ -435,6 +451,8 @@ def problems(params: dict[str, Any]) -> list[str]:
     for name in _FOLDERS:
         found += _folder_problems(name, params.get(name, ""))
     found += Scope(cgroup=params.get("scope_cgroup", ""), folder=params.get("scope_folder", "")).problems()
+    if params.get("router_url"):
+        found += _router_problems(params["router_url"], params.get("worker_url", ""))
     if params.get("phases") == []:
         found.append(f"phases: nothing is chosen; leave it out or choose from {', '.join(PHASES)}.")
     for name in params.get("protected", []):
@@ -454,24 +472,6 @@ def problems(params: dict[str, Any]) -> list[str]:
     return found
 
 
-def model_problems(params: dict[str, Any]) -> list[str]:
-    """What is wrong with the parameters of the modules that look after models and SGLang's sources."""
-    found = []
-    for name in ("path", "target", "drafter", "sha256_manifest", "sglang_folder"):
-        found += _folder_problems(name, params.get(name, ""))
-    for name in ("target", "drafter"):
-        if name in params and not params[name]:
-            found.append(f"{name}: no folder is given; name the model's folder on the host.")
-    if "verify_hub" in params and not params["path"]:
-        found.append("path: no folder is given; name the model's folder on the host.")
-    if "methods" in params:
-        if not params["methods"]:
-            found.append("methods: nothing is chosen; leave it out or name at least one.")
-        if not params["path"] and not (params["sglang_folder"] and params["class_name"]):
-            found.append("path: name the file of the wrapper class, or give sglang_folder and class_name.")
-    if not 0 <= params.get("threads", 0) <= 256:
-        found.append(f"threads: {params['threads']} is no number of threads; give 0 (by cores) to 256.")
-    if params.get("served_context_length", 0) < 0:
 def _router_problems(router_url: str, worker_url: str) -> list[str]:
     """Both are addresses without secrets, since records show them."""
     from urllib.parse import urlsplit  # not needed without a router
@@ -526,6 +526,24 @@ def benchmark_problems(params: dict[str, Any]) -> list[str]:
     return found
 
 
+def model_problems(params: dict[str, Any]) -> list[str]:
+    """What is wrong with the parameters of the modules that look after models and SGLang's sources."""
+    found = []
+    for name in ("path", "target", "drafter", "sha256_manifest", "sglang_folder"):
+        found += _folder_problems(name, params.get(name, ""))
+    for name in ("target", "drafter"):
+        if name in params and not params[name]:
+            found.append(f"{name}: no folder is given; name the model's folder on the host.")
+    if "verify_hub" in params and not params["path"]:
+        found.append("path: no folder is given; name the model's folder on the host.")
+    if "methods" in params:
+        if not params["methods"]:
+            found.append("methods: nothing is chosen; leave it out or name at least one.")
+        if not params["path"] and not (params["sglang_folder"] and params["class_name"]):
+            found.append("path: name the file of the wrapper class, or give sglang_folder and class_name.")
+    if not 0 <= params.get("threads", 0) <= 256:
+        found.append(f"threads: {params['threads']} is no number of threads; give 0 (by cores) to 256.")
+    if params.get("served_context_length", 0) < 0:
         found.append("served_context_length: give tokens, or 0 for the target's own length.")
     return found
 

@@ -100,6 +100,9 @@ class Reset:
         self._began = time.monotonic()
         self._journal: journal.Journal | None = None
         self._lock: HostLock | None = None
+        self._gate: Any = None  # policy.Gate, where the policy has a say
+        self._restored = False
+        self._decided: frozenset[tuple[int, int]] | None = None  # mains that a sparing policy has looked at
 
     def run(self) -> None:
         """All phases that were asked for, in their order, and the verdict."""
@@ -113,6 +116,8 @@ class Reset:
             look = self.survey.look()
             before, _ = self.survey.judge(look, self.policy)
         self._note_gpus(before)
+        if "kill" in phases and not self._policy_allows(look):
+            return
         self._find_places(look)
         self._note_servers(look)
         if not self.check_mode:
@@ -120,6 +125,8 @@ class Reset:
         if "evidence" in phases and self._needs_evidence(look, before):
             with self._timed("evidence"):
                 self._collect_evidence(look)
+        if self._gate is not None and not self.check_mode and not self._is_clear(look):
+            return
         if "kill" in phases:
             with self._timed("kill"):
                 self._kill(look)
@@ -139,6 +146,8 @@ class Reset:
 
     def close(self) -> None:
         self.reader.close()
+        if self._gate is not None and self._gate.taken and not self._restored:
+            self._gate.put_back_living()
         if self._lock is not None:
             self._lock.release()
 
@@ -173,6 +182,68 @@ class Reset:
     def _begin_journal(self) -> None:
         self._journal = journal.Journal(self.params["state_folder"], self.record["run_id"])
         self._journal.begun({name: self.record[name] for name in ("host", "servers", "policy", "started", "simulated")})
+
+    # The policy
+
+    def _policy_allows(self, look: Look) -> bool:
+        """Whether the servers may be ended, decided before anything is. Where there is none, there is nobody to ask."""
+        name = self.params["policy"]
+        if name == "force" or (name != "zombies_only" and not any(one.ours for one in look.chosen.values())):
+            return True
+        from . import policy  # slow to import, and not needed on a host without a server
+
+        with self._timed("policy"):
+            self._gate = policy.Gate(self.params, self.patterns, self.scope, self.proc, self.record["run_id"])
+            skip = self._gate.decide(look.chosen, self.survey.readings)
+        if name in policy.SPARING:
+            self._decided = frozenset(
+                (pid, one.process.start_ticks) for pid, one in look.chosen.items() if one.ours and one.main
+            )
+        if skip:
+            self._skip(skip)
+        elif self.check_mode and (first := self._gate.intention()):
+            self.record["notes"].append(f"policy {name} would first {first}")
+        return not skip
+
+    def _is_clear(self, look: Look) -> bool:
+        """Whether the servers may be told to end now: out of the router, their requests finished."""
+        from . import policy
+
+        try:
+            with self._timed("drain"):
+                skip = self._gate.clear(look.chosen, self.survey.readings)
+        except policy.RouterTrouble as trouble:
+            raise Refused(f"Nothing was ended: {trouble}") from None
+        if skip:
+            self._skip(skip)
+        return not skip
+
+    def _skip(self, why: str) -> None:
+        """End with the host as it was found."""
+        self.record.update(verdict="skipped", reason=why, servers=self._gate.names, predicted=self.check_mode)
+        self.record["msg"] = f"{'would be ' if self.check_mode else ''}skipped: {why}"
+        self._finish()
+
+    def _restore_router(self) -> None:
+        """Put back into the router what lives and serves; what could not be put back fails the run."""
+        record = self.record
+        if self._gate is None or self._restored or self.check_mode:
+            return
+        self._restored = True
+        record["notes"] += self._gate.notes
+        living = record["verdict"] == "skipped" or self._gate.mains_left()
+        problem = self._gate.put_back_living() if living else ""
+        record["router"] = self._gate.report
+        if problem:
+            verdict = "unknown" if record["verdict"] == "skipped" else record["verdict"]
+            reason = "; ".join(filter(None, (record["reason"], problem)))
+            record.update(verdict=verdict, reason=reason, msg=reason, failed=True)
+        out = set(record["router"].get("taken_out", ())) - set(record["router"].get("put_back", ()))
+        if out and not problem:
+            record["notes"].append(
+                f"{', '.join(sorted(out))} is out of the router {record['router']['url']} until its server is started"
+                " again (restart, deploy) or router_worker is run"
+            )
 
     # What was found
 
@@ -263,7 +334,12 @@ class Reset:
 
         def chosen() -> tuple[Mapping[int, Any], Mapping[int, Finding]]:
             now = self.survey.look()
-            return now.processes, {pid: finding for pid, finding in now.chosen.items() if pid not in hopeless}
+            fresh = self._undecided_groups(now.chosen)
+            return now.processes, {
+                pid: finding
+                for pid, finding in now.chosen.items()
+                if pid not in hopeless and finding.group not in fresh
+            }
 
         outcome = Ending(
             self.proc, chosen, self.managers, self._journal, self.params["grace"], self.params["kill_timeout"]
@@ -279,6 +355,16 @@ class Reset:
             " SIGKILL: reboot the host"
             for finding in outcome.alive
         ]
+
+    def _undecided_groups(self, chosen: Mapping[int, Finding]) -> set[str]:
+        """Servers that started after a sparing policy had decided, and that it therefore does not allow to end."""
+        if self._decided is None:
+            return set()
+        return {
+            one.group
+            for pid, one in chosen.items()
+            if one.ours and one.main and (pid, one.process.start_ticks) not in self._decided
+        }
 
     def _end_latecomers(self, look: Look, unkillable: frozenset[int]) -> bool:
         """End orphans that show only now: between two images while they were looked for, or born meanwhile."""
@@ -491,6 +577,7 @@ class Reset:
         return f"{mark}{record['verdict']}: {record['reason'] or done}"
 
     def _finish(self) -> None:
+        self._restore_router()
         self.record["seconds"]["total"] = round(time.monotonic() - self._began, 3)
         if self.outcome.last_exit is not None:
             self.record["seconds"]["last_exit_to_verdict"] = round(time.monotonic() - self.outcome.last_exit, 3)
@@ -537,6 +624,7 @@ def _empty_record(params: Mapping[str, Any]) -> dict[str, Any]:
         "host": os.uname().nodename,
         "servers": [],
         "policy": params["policy"],
+        "router": {},
         "started": now.isoformat(timespec="milliseconds"),
         "verdict": "unknown",
         "reason": "",

@@ -28,12 +28,16 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server answers, and the key that it asks for (which is never shown)."""
+    """Where a server answers, and the key that it asks for (which is never shown).
+
+    ``verified``: its certificate must be good, since it is reached over a network.
+    """
 
     address: str
     port: int
     tls: bool = False
     key: str = field(default="", repr=False)
+    verified: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ def post(endpoint: Endpoint, path: str, body: Any, deadline: Deadline) -> Answer
     return _ask(endpoint, "POST", path, json.dumps(body).encode(), deadline)
 
 
+def ask(endpoint: Endpoint, method: str, path: str, body: Any, deadline: Deadline) -> Answer:
+    """One call of any method, with a JSON body where there is one, as `get`."""
+    return _ask(endpoint, method, path, None if body is None else json.dumps(body).encode(), deadline)
+
+
 def _ask(endpoint: Endpoint, method: str, path: str, body: bytes | None, deadline: Deadline) -> Answer:
     if deadline.expired():
         return Answer(None, trouble="silent")
@@ -131,10 +140,11 @@ def _connection(endpoint: Endpoint, seconds: float) -> http.client.HTTPConnectio
         return http.client.HTTPConnection(endpoint.address, endpoint.port, timeout=seconds)
     import ssl  # seldom needed, and slow to import
 
-    # The socket belongs to the server's own process, which its certificate would not make more certain.
     context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
+    if not endpoint.verified:
+        # The socket belongs to the server's own process, which its certificate would not make more certain.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     return http.client.HTTPSConnection(endpoint.address, endpoint.port, timeout=seconds, context=context)
 
 

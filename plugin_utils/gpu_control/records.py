@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ KEYS = (
     "schema",
     "run_id",
     "host",
+    "play",
+    "schedule",
     "servers",
     "policy",
+    "router",
     "started",
     "verdict",
     "reason",
@@ -46,10 +49,11 @@ KEYS = (
 _EMPTY: dict[str, Any] = {
     **dict.fromkeys(("servers", "gpus", "killed", "spared", "cleaned", "kept", "kernel_events"), ()),
     **dict.fromkeys(("respawners", "ports", "earlier"), ()),
-    **dict.fromkeys(("reason", "evidence", "policy", "source"), ""),
+    **dict.fromkeys(("play", "schedule", "reason", "evidence", "policy", "source"), ""),
     "simulated": False,
     "shm_free_mib": None,
     "seconds": {},
+    "router": {},
 }
 
 
@@ -142,6 +146,35 @@ def _holds(descriptor: int, size: int, one: dict[str, Any]) -> bool:
 def last_recorded_run(file: Path, host: str) -> str:
     """The run id of a host's newest record, '' where it has none: the host then knows what was never recorded.
 
+    A run that never reached the host, or left it alone, is not in the host's own journal.
+    """
+    found = _newest(file, host, lambda one: one.get("verdict") not in ("skipped", "unreachable"))
+    return str(found["run_id"]) if found else ""
+
+
+def last_state(file: Path, host: str) -> str:
+    """What a host was when it was last judged, ``clean`` or ``dirty``; '' where it never was."""
+    found = _newest(file, host, lambda one: one.get("verdict") in ("clean", "dirty") and "guest" not in one)
+    return str(found["verdict"]) if found else ""
+
+
+def unrecorded(file: Path, some: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those records whose run and host are not in the file."""
+    some = list(some)
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return some
+    try:
+        size = os.fstat(descriptor).st_size
+        return [one for one in some if not _holds(descriptor, size, one)]
+    finally:
+        os.close(descriptor)
+
+
+def _newest(file: Path, host: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """A host's newest record of those wanted.
+
     Searches from the end, since the file grows for years and each host's process asks for its own line.
     """
     needle = f'"host": {json.dumps(host)}, '.encode()
@@ -153,11 +186,11 @@ def last_recorded_run(file: Path, host: str) -> str:
                 stop = content.find(b"\n", at)
                 try:
                     found = json.loads(content[start : stop if stop >= 0 else len(content)])
-                    if found.get("host") == host and isinstance(found.get("run_id"), str):
-                        return found["run_id"]
+                    if found.get("host") == host and isinstance(found.get("run_id"), str) and wanted(found):
+                        return dict(found)
                 except (ValueError, AttributeError):
                     pass  # a broken line: the one before it counts
                 end = start
     except (OSError, ValueError):  # ValueError: an empty file can't be mapped
         pass
-    return ""
+    return None

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from gpu_control import records
 
-RECORD_KEYS = ["schema", "run_id", "host", "servers", "policy", "started", "verdict", "reason", "simulated", "gpus"]
-RECORD_KEYS += ["killed", "spared", "cleaned", "kept", "evidence", "kernel_events", "respawners", "ports"]
+RECORD_KEYS = ["schema", "run_id", "host", "servers", "policy", "router", "started", "verdict", "reason", "simulated"]
+RECORD_KEYS += ["gpus", "killed", "spared", "cleaned", "kept", "evidence", "kernel_events", "respawners", "ports"]
 RECORD_KEYS += ["shm_free_mib", "source", "seconds", "earlier"]
 
 

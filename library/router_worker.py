@@ -1,0 +1,113 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: Apache-2.0
+"""Puts this host's servers back into the router that a reset took them out of."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: router_worker
+short_description: Put this host's servers back into the router that a reset took them out of
+description:
+  - A reset with a router takes the host's servers out of it first, and notes on the host what is out. This module
+    reads that note, waits until each of those servers takes requests, and puts it back as it was registered, with the
+    key that the server wants.
+  - Where nothing is out it does nothing. A server that does not come up in time stays out and is named.
+options:
+  timeout:
+    description:
+      - Seconds to wait until the servers take requests.
+    type: float
+    default: 600
+  lock_timeout:
+    description:
+      - Seconds to wait for a reset of the same host to end.
+    type: float
+    default: 60
+  server_modules:
+    description:
+      - A process that Python runs as one of these modules (python -m) is a server.
+    type: list
+    elements: str
+    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
+  server_commands:
+    description:
+      - A process started as one of these console scripts with this subcommand is a server.
+    type: list
+    elements: str
+    default: [sglang serve, vllm serve]
+  server_titles:
+    description:
+      - Titles that a server's workers give themselves.
+    type: list
+    elements: str
+    default: ["sglang::*", "VLLM::*"]
+  scope_cgroup:
+    description:
+      - Only processes of this control group and those below it are seen at all.
+    type: str
+    default: ""
+  scope_folder:
+    description:
+      - Only processes whose working folder is this or below it are seen at all.
+    type: str
+    default: ""
+  state_folder:
+    description:
+      - Where the host keeps its lock, the note and the server records.
+    type: str
+    default: /var/lib/gpu-host
+  device_folder:
+    description:
+      - Where the nvidia device nodes are.
+    type: str
+    default: /dev
+attributes:
+  check_mode:
+    support: full
+    description: Says what would be put back.
+  diff_mode:
+    support: none
+    description: There is nothing to compare.
+notes:
+  - The router's key is read from the file that the reset was given, on the host. No key stands in the note, on a
+    command line or in what is returned.
+seealso:
+  - module: gpu_reset
+  - module: server_start
+author:
+  - The authors of this repository
+"""
+
+EXAMPLES = r"""
+- name: Put the host back into its router
+  router_worker:
+"""
+
+RETURN = r"""
+put_back:
+  description: The addresses that the router has again.
+  type: list
+  elements: str
+  returned: always
+out:
+  description: The addresses that are still out.
+  type: list
+  elements: str
+  returned: always
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_host import arguments, router_worker
+
+
+def main() -> None:
+    module = AnsibleModule(argument_spec=arguments.ROUTER_WORKER, supports_check_mode=True)
+    problems = arguments.problems(module.params)
+    if problems:
+        module.fail_json(msg="Nothing was done. " + " ".join(problems))
+    module.exit_json(**router_worker.run(module.params, check_mode=module.check_mode))
+
+
+if __name__ == "__main__":
+    main()
