@@ -153,7 +153,11 @@ class Gate:
 
     def intention(self) -> str:
         """For check mode: what would come before the end of the servers, or ''."""
-        waited = [_seen(state) for state in self._states if state.main_pid in self._decision.wait_for]
+        waited = [
+            f"{count if (count := requests(state)) is not None else 'the'} requests of {state.name}"
+            for state in self._states
+            if state.main_pid in self._decision.wait_for
+        ]
         parts = [f"wait up to {self._grace:g} s for {', '.join(waited)}"] if waited else []
         workers = list(self._to_take())
         if workers:
@@ -223,7 +227,7 @@ class Gate:
             self._sleep(min(PAUSE_SECONDS, deadline.remaining()))
         left = [_seen(state) for state in self._states if state.main_pid in self._decision.wait_for]
         if left:
-            self.notes.append(f"after {self._grace:g} s of draining {', '.join(left)}: told to end all the same")
+            self.notes.append(f"after {self._grace:g} s of draining: {', '.join(left)}; told to end all the same")
 
     # ---- the router ----
 
