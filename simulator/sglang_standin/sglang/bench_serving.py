@@ -1,10 +1,15 @@
-"""``python -m sglang.bench_serving``: a benchmark client that keeps one request waiting, and tries again for ever."""
+"""``python -m sglang.bench_serving``: the old name of sglang.benchmark.serving.
+
+Without a data set it is a client that keeps one request waiting and tries again for ever.
+"""
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+import sys
+
+
+def keep_trying() -> None:
     import re
-    import sys
     import time
     import urllib.request
 
@@ -20,3 +25,12 @@ if __name__ == "__main__":
         except OSError as error:
             print(f"request failed: {error}", flush=True)
         time.sleep(1)
+
+
+if __name__ == "__main__":
+    if "--dataset-path" in sys.argv:
+        from sglang.benchmark.serving import cli_main
+
+        cli_main()
+    else:
+        keep_trying()

@@ -438,7 +438,8 @@ class Engine:
         self.since_log = _no_steps()
         self.total_tokens = self.total_verified = 0.0
         self.stats: dict[str, float] = {"gen_throughput": 0.0, "accept_length": 0.0, "accept_rate": 0.0, "tokens": 0}
-        self.last_prefill = time.monotonic()
+        self.last_prefill = self.due = time.monotonic()
+        self.answered = 0
         self.stopped = False
 
     def _accept_length(self, arguments: dict[str, Any]) -> float:
@@ -511,10 +512,10 @@ class Engine:
             tokens = sum(request.prompt for request in new)
             time.sleep(self.settings.prefill_seconds * tokens / 1000)
             self._log_prefill(len(new), tokens)
-            self.running.extend(new)
+            self._first_tokens(new)
         if not self.running:
             return
-        time.sleep(self.settings.verify_seconds if self.speculative else self.settings.step_seconds)
+        self._wait_for_step()
         outputs: list[tuple[str, int, dict[str, Any] | None, dict[str, Any] | None]] = []
         for request in self.running:
             made = self._tokens(request)
@@ -526,6 +527,38 @@ class Engine:
             self._log_decode(len(outputs))
         outputs[-1] = (*outputs[-1][:3], self._snapshot())
         self.outputs.send(outputs)
+
+    def _first_tokens(self, new: list[Request]) -> None:
+        """A prompt's own pass gives the first token; the rest comes by steps."""
+        for request in new:
+            request.done = 1
+        outputs = [(request.rid, 1, self._finished(request), None) for request in new]
+        self.running.extend(request for request in new if request.done < request.goal)
+        self.outputs.send([*outputs[:-1], (*outputs[-1][:3], self._snapshot())])
+
+    def _wait_for_step(self) -> None:
+        """Until the step is due. Steps follow each other at their time, however long the work between them took."""
+        settings, more = self.settings, len(self.running) - 1
+        if self.speculative:
+            seconds = settings.verify_seconds + settings.verify_more_seconds * more
+        else:
+            seconds = settings.step_seconds + settings.step_more_seconds * more
+        now = time.monotonic()
+        self.due = self.due + seconds if now - self.due < 4 * seconds else now + seconds
+        time.sleep(max(0.0, self.due - now))
+
+    def _die_at_last(self) -> None:
+        """What DIE_AFTER_REQUESTS asks for."""
+        self.answered += 1
+        if 0 < self.settings.die_after_requests <= self.answered:
+            self.log.line(
+                "Scheduler hit an exception: Traceback (most recent call last):\n"
+                '  File "/opt/sglang/lib/sglang/srt/managers/scheduler.py", line 3305, in run_scheduler_process\n'
+                "    scheduler.event_loop_overlap()\n"
+                "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+            )
+            _tell_main(self.plan["main_pid"])
+            sys.exit(1)
 
     def _tokens(self, request: Request) -> int:
         request.credit += self.accept
@@ -541,10 +574,11 @@ class Engine:
     def _finished(self, request: Request) -> dict[str, Any] | None:
         if request.done < request.goal:
             return None
+        self._die_at_last()
         meta: dict[str, Any] = {"prompt_tokens": request.prompt, "completion_tokens": request.done, "cached_tokens": 0}
-        if self.speculative:
+        if self.speculative and request.verified and not self.settings.no_spec_meta:
             proposed = request.verified * self.drafted
-            correct = max(0, request.done - request.verified)
+            correct = max(0, request.done - 1 - request.verified)
             meta["spec_accept_rate"] = correct / proposed if proposed else 0.0
             meta["spec_accept_length"] = request.done / request.verified
             meta["spec_num_correct_drafts"] = correct

@@ -27,10 +27,14 @@ How long things take, in seconds; SPEED (default 1) divides them all
     HEALTH_TIMEOUT_SECONDS   until /health gives up (default: SGLANG_HEALTH_CHECK_TIMEOUT, else 20)
     DISCONNECT_SECONDS  how often a waiting request looks whether its client is still there (default 4)
     STEP_SECONDS        one decode step (default 0.012);  VERIFY_SECONDS  one with speculation (default 0.020)
+    STEP_MORE_SECONDS VERIFY_MORE_SECONDS   the same for each further request that runs (default 0)
     PREFILL_SECONDS     one prefill of 1000 tokens (default 0.05)
     ACCEPT_LENGTH       mean accept length (default: Kimi-K2.5's for the number of steps); also SGLANG_SIMULATE_ACC_LEN
 
+    NO_SPEC_META        1: answers tell nothing of acceptance, as in older versions
+
 What goes wrong
+    DIE_AFTER_REQUESTS  the scheduler dies when it has answered so many requests (default 0: never)
     IGNORE_TERM         1: main ignores SIGTERM, in every phase
     OUTLIVE_MAIN        1: workers do not ask the kernel to die with main (they did not in every version)
     HANG_AFTER          import, init, weights, draft, pool, capture: schedulers stop for ever after that phase
@@ -57,8 +61,8 @@ TEXTS = {
     "HANG_AFTER": "",
     "FAIL": "",
 }
-FLAGS = ("BLANK_ENVIRON", "NO_GPU", "IGNORE_TERM", "OUTLIVE_MAIN")
-NUMBERS = {"INDUCTOR_WORKERS": 2, "MEMORY_MIB": 76000, "MAX_CONTEXT": 262144}
+FLAGS = ("BLANK_ENVIRON", "NO_GPU", "IGNORE_TERM", "OUTLIVE_MAIN", "NO_SPEC_META")
+NUMBERS = {"INDUCTOR_WORKERS": 2, "MEMORY_MIB": 76000, "MAX_CONTEXT": 262144, "DIE_AFTER_REQUESTS": 0}
 SECONDS = {
     "IMPORT_SECONDS": 0.1,
     "INIT_SECONDS": 0.05,
@@ -80,6 +84,8 @@ SECONDS = {
     "DISCONNECT_SECONDS": 4.0,
     "STEP_SECONDS": 0.012,
     "VERIFY_SECONDS": 0.020,
+    "STEP_MORE_SECONDS": 0.0,
+    "VERIFY_MORE_SECONDS": 0.0,
     "PREFILL_SECONDS": 0.05,
 }
 PHASES = ("import", "init", "weights", "draft", "pool", "capture")
@@ -92,9 +98,11 @@ class Settings:
     no_gpu: bool
     ignore_term: bool
     outlive_main: bool
+    no_spec_meta: bool
     inductor_workers: int
     memory_mib: int
     max_context: int
+    die_after_requests: int
     import_seconds: float
     init_seconds: float
     load_seconds: float
@@ -115,6 +123,8 @@ class Settings:
     disconnect_seconds: float
     step_seconds: float
     verify_seconds: float
+    step_more_seconds: float
+    verify_more_seconds: float
     prefill_seconds: float
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
