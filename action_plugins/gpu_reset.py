@@ -22,7 +22,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import health, lean, measuring, progress, records, reports  # noqa: E402
+from gpu_control import health, hooks, lean, measuring, progress, records, reports  # noqa: E402
 from gpu_host import arguments, nccl_environment, staging_sources  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
@@ -93,6 +93,8 @@ class ActionModule(ActionBase):
         if name == "serving_benchmark" and not problems:
             problems = arguments.benchmark_problems(validated.validated_parameters)
             problems = problems or measuring.take_prompts(validated.validated_parameters, REPOSITORY)
+        if name == "gpu_reset" and not problems:
+            problems = hooks.problems({key: self._variable(task_vars, key) for key in hooks.VARIABLES})
         if problems:
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
         params = validated.validated_parameters

@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY / "plugin_utils") not in sys.path:
     sys.path.append(str(REPOSITORY / "plugin_utils"))
 
-from gpu_control import records, table  # noqa: E402
+from gpu_control import hooks, records, table  # noqa: E402
 
 MODULE = "gpu_reset"
 NO_HOSTS_EXIT_STATUS = 2
@@ -49,11 +49,13 @@ class CallbackModule(CallbackBase):
         self._by_host: dict[str, list[dict[str, Any]]] = {}
         self._play_resets = False
         self._play_name = ""
+        self._play: Any = None
         self._record_trouble = ""
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
         self._play_resets = _resets(play)
         self._play_name = play.get_name()
+        self._play = play
 
     def v2_playbook_on_no_hosts_matched(self) -> None:
         if not self._play_resets:
@@ -95,6 +97,7 @@ class CallbackModule(CallbackBase):
         merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
         self._display.display("\n" + table.report(merged))
         self._write_report(merged)
+        hooks.tell_all(merged, hooks.of_play(self._play), self._display.error)
         if self._record_trouble:
             self._display.error(self._record_trouble)
 
