@@ -17,7 +17,7 @@ from typing import Any
 from gpu_control import records
 
 from . import plan as planning
-from . import runs, settings, variants
+from . import runs, settings, variants, verdict
 
 PRIVATE = "benchmark-variants"
 
@@ -303,7 +303,9 @@ def _next(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
 def _undecided(
     one: planning.Plan, measured: list[runs.Measurement], chosen: Mapping[str, Any], rounds: int
 ) -> list[str]:
-    return []
+    """The variants whose outcome is open after so many rounds."""
+    rules = verdict.rules_of(chosen)
+    return list(verdict.judge(one.variants, one.cells, measured, rules, up_to_round=rounds).open_variants)
 
 
 # benchmark_record

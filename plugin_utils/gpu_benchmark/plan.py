@@ -121,11 +121,11 @@ def following(
     while not coming:
         names = _participants(plan, undecided(number), lost)
         if not names:
-            return Done(f"The verdict is certain after {_rounds(number)}.")
+            return Done(f"Nothing is open after {_rounds(number)}.")
         number += 1
         names = tuple(name for name in names if _rounds_of(measured, name, number) < plan.max_rounds)
         if not any(plan.variant(name).reference for name in names) or number > plan.max_rounds + len(failed):
-            return Done(f"The verdict is not certain after {_rounds(number - 1)}, the most that were asked for.")
+            return Done(f"Something is open after {_rounds(number - 1)}, the most that were asked for.")
         more_over, coming = todo(number, names)
         over += more_over
     first = coming[0]

@@ -376,13 +376,13 @@ def test_more_rounds_are_made_only_for_what_is_open_and_its_reference():
         seen.append((step.round, step.variant))
         measured.update(step.missing)
     assert sorted(seen[6:]) == [(3, "baseline"), (3, "two")]
-    assert step.reason == "The verdict is certain after 3 rounds."
+    assert step.reason == "Nothing is open after 3 rounds."
     always = plan.following(one, measured, [], "s", lambda rounds: ["one", "two"])
     assert isinstance(always, plan.Step) and (always.round, always.variant) == (3, "one")
     for number in (3, 4):
         measured.update((number, name, "c1", 1) for name in names)
     last = plan.following(one, measured, [], "s", lambda rounds: ["two"])
-    assert last == plan.Done("The verdict is not certain after 4 rounds, the most that were asked for.")
+    assert last == plan.Done("Something is open after 4 rounds, the most that were asked for.")
 
 
 def test_a_variant_that_failed_earlier_gets_rounds_of_its_own_when_the_run_is_resumed(bench):
