@@ -19,7 +19,15 @@ AFTERWARDS = ("clean", "restore")
 # A window's end by the clock counts when it is nearer than this: at noon, one until 06:00 is over, not 18 hours long.
 LONGEST_WINDOW = timedelta(hours=12)
 LONGEST_SECONDS = 86400
-FIXED_ENVIRONMENT = ("ANSIBLE_CONFIG", "ANSIBLE_HOME", "ANSIBLE_CALLBACK_PLUGINS", "GPU_ARTIFACTS", "PATH", "HOME")
+FIXED_ENVIRONMENT = (
+    "ANSIBLE_CONFIG",
+    "ANSIBLE_HOME",
+    "ANSIBLE_SSH_CONTROL_PATH_DIR",
+    "ANSIBLE_CALLBACK_PLUGINS",
+    "GPU_ARTIFACTS",
+    "PATH",
+    "HOME",
+)
 # The name of the data folder is part of the paths of ssh's control sockets, which may have 108 bytes.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _DURATION = re.compile(r"(?:(\d{1,4})h)?(?:(\d{1,5})min|(\d{1,5})m)?(?:(\d{1,6})s)?")

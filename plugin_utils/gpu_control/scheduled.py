@@ -5,25 +5,28 @@ hosts they reach and what they name that is not there; ``collect FILE...`` adds 
 (docs/engines.md) to the records here.
 
 Exit status of ``run``: 0 every host is clean or skipped, or the window is over and nothing was begun; 2 some host is
-not; 3 another run of the same schedule is going on, nothing was done; 5 it could not begin, nothing was done; 124 the
-run's own time was over; 130 it was stopped. Any other is ansible-playbook's.
+not; 3 another run of the same schedule is going on, nothing was done; 5 it could not begin, nothing was done; 6 it
+broke off (a full disk, a broken Python); 124 the run's own time was over; 130 it was stopped. Any other is
+ansible-playbook's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
 import random
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +38,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
         sys.path.append(str(_folder))
 
 from gpu_host import schedules  # noqa: E402
+from gpu_host.procfs import Proc  # noqa: E402
 from gpu_host.schedules import Schedule  # noqa: E402
 from gpu_host.storage import StorageError, private_folder, write_private  # noqa: E402
 
@@ -42,6 +46,7 @@ from gpu_control import records  # noqa: E402
 
 OVERLAP = 3
 CANNOT_BEGIN = 5
+BROKEN_OFF = 6
 TIMED_OUT = 124
 STOPPED = 130
 PLAYBOOKS = {"clean": "playbooks/reset.yml", "restore": "playbooks/restart.yml"}
@@ -118,6 +123,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "ANSIBLE_CALLBACK_PLUGINS": str(repository / "callback_plugins"),
         # Runs of other schedules, or by hand, keep their own.
         "ANSIBLE_HOME": str(settings.folder / "ansible"),
+        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(settings.folder / "cp"),
         "GPU_ARTIFACTS": str(settings.artifacts),
         "PATH": programs,
     }
@@ -143,13 +149,16 @@ def run(path: str, tell: Callable[[str], None], random_delay: int = 0) -> int:
         time.sleep(random.uniform(0, random_delay))
     try:
         folder = private_folder(str(settings.folder))
-        with _alone(Path(folder) / "lock") as other:
-            if other:
-                tell(f"Nothing was done: the run of this schedule that began {other} is still going on.")
-                return OVERLAP
-            return _run_alone(settings, tell)
+        lock = _lock(Path(folder) / "lock")
     except (OSError, StorageError) as error:
         raise CannotBegin(str(error).rstrip(".")) from error
+    try:
+        if other := _other(lock):
+            tell(f"Nothing was done: the run of this schedule that began {other} is still going on.")
+            return OVERLAP
+        return _run_alone(settings, tell)
+    finally:
+        os.close(lock)  # releases it
 
 
 def _run_alone(settings: Settings, tell: Callable[[str], None]) -> int:
@@ -158,7 +167,13 @@ def _run_alone(settings: Settings, tell: Callable[[str], None]) -> int:
     if extra is None:
         tell(f"Nothing was begun: the window {settings.schedule.window!r} is over.")
         return 0
-    status, last_line = _play(settings, extra, began.strftime("%Y%m%dT%H%M%SZ"), tell)
+    _adopt_children()
+    try:
+        status, last_line = _play(settings, extra, began.strftime("%Y%m%dT%H%M%SZ"), tell)
+    except (OSError, StorageError) as error:
+        status, last_line = BROKEN_OFF, f"The run broke off: {error}"
+    finally:
+        _end_children()
     facts = {
         "schema": 1,
         "schedule": settings.schedule.name,
@@ -231,21 +246,43 @@ def _free(folder: Path, ident: str) -> str:
     return name
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[str]:
-    """Hold the lock, or yield since when another run has it. It goes with the process, however that ends."""
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _other(lock: int) -> str:
+    """Take the lock, or tell since when another run has it. It goes with the process, however that ends."""
     try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield os.pread(number, 200, 0).decode(errors="replace").strip() or "just now"
-            return
-        os.ftruncate(number, 0)
-        os.pwrite(number, f"{records.timestamp()} (pid {os.getpid()})\n".encode(), 0)
-        yield ""
-    finally:
-        os.close(number)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(lock, 200, 0).decode(errors="replace").strip() or "just now"
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{records.timestamp()} (pid {os.getpid()})\n".encode(), 0)
+    return ""
+
+
+def _adopt_children() -> None:
+    """What the play leaves behind (ssh's shared connections, for a minute) becomes ours, to be ended with the run."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def _end_children(seconds: float = 3.0) -> None:
+    """SIGTERM to every child, SIGKILL to those that are there after some seconds."""
+    number, until = signal.SIGTERM, time.monotonic() + seconds
+    told: set[int] = set()
+    while children := {one.pid for one in Proc().snapshot().values() if one.ppid == os.getpid()}:
+        for pid in children - told:
+            os.kill(pid, number)  # ours until it is reaped: the pid can't be another's
+        told |= children
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > until:
+            if number == signal.SIGKILL:
+                return
+            number, until, told = signal.SIGKILL, time.monotonic() + seconds, set()
+        time.sleep(0.02)
 
 
 def look(text: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.lab import image
@@ -226,11 +226,13 @@ class Lab:
         minors: Sequence[int] | None = None,
         wait: bool = True,
         gpus_of: Host | None = None,
+        mounts: Mapping[Path, str] | None = None,
     ) -> Host:
         """Boot one host; with `wait`, until systemd is up and sshd answers.
 
         `minors` gives the minor number of each GPU by index; without it they stand in another order than the indices.
         With `gpus_of`, it is another guest of the machine that has those GPUs: both see the memory of both.
+        `mounts` are read-only: place here, place on the host.
         """
         if name in self.host_names():
             raise LabError(f"The host {name} is there already in the lab {self.name}.")
@@ -243,7 +245,7 @@ class Lab:
             else:
                 host.state_folder.mkdir()
                 host.reset_state(minors)
-            self.podman(*host.run_arguments(), image.image_name(), "/lib/systemd/systemd")
+            self.podman(*host.run_arguments(mounts or {}), image.image_name(), "/lib/systemd/systemd")
             host.save(int(self.podman("inspect", "--format", "{{.State.Pid}}", name).stdout))
             self.check_no_way_out(host.address)
             if wait:
