@@ -22,7 +22,8 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import health, hooks, lean, measuring, progress, records, reports  # noqa: E402
+from gpu_control import breaker, health, hooks, lean, measuring, progress, records, reports  # noqa: E402
+from gpu_control import gate as gates  # noqa: E402
 from gpu_host import arguments, nccl_environment, staging_sources  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
@@ -171,9 +172,9 @@ class ActionModule(ActionBase):
         try:
             returned = self._run("gpu_reset", result, task_vars)
         finally:
-            first = "verify" != ",".join(self._task.args.get("phases") or [])
+            last_word = self._task.args.get("phases") == ["verify"]  # the hypervisor has been asked by then
             try:
-                gate.end(returned, first and bool(self._variable(task_vars, "gpu_hypervisor")))
+                gate.end(returned, not last_word and bool(self._variable(task_vars, "gpu_hypervisor")))
             except (OSError, breaker.Unreadable) as error:
                 display.warning(f"{gate.host} was not counted for the breaker: {error}")
         return returned

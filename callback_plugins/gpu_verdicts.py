@@ -8,10 +8,12 @@ type: notification
 short_description: Records each reset and prints the verdicts
 description:
   - Appends the run record of each C(gpu_reset) to C(resets.jsonl), one JSON line a host, also for hosts that are
-    unreachable or skipped. Check mode records nothing.
+    unreachable, skipped, or never begun. C(play) is the same in all records of one C(ansible-playbook). Check mode
+    records nothing, and a run that was refused before it began only where the breaker did that.
   - Ends the play with a table of the GPUs, of what was ended and spared, and one verdict for each host. The same as
     JSON is in C(last-reset.json) beside the records.
-  - A play that resets hosts and matches none ends with exit status 2 instead of a success.
+  - A play that resets hosts and matches none ends with exit status 2 instead of a success. So does a run whose
+    records could not be written, and one whose hosts failed without stopping its other batches.
 options:
   artifacts_folder:
     description: Where the records are kept. The default is C(artifacts) in the repository.
@@ -26,16 +28,20 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+from ansible import constants as C  # noqa: E402
 from ansible.plugins.callback import CallbackBase  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY / "plugin_utils") not in sys.path:
     sys.path.append(str(REPOSITORY / "plugin_utils"))
 
-from gpu_control import hooks, records, table  # noqa: E402
+from gpu_control import breaker, gate, hooks, records, table  # noqa: E402
 
 MODULE = "gpu_reset"
+PLAN = "reset_plan"
 NO_HOSTS_EXIT_STATUS = 2
+FAILED_EXIT_STATUS = 2
+UNREACHABLE_EXIT_STATUS = 4  # as ansible-playbook's own
 
 
 class CallbackModule(CallbackBase):
@@ -51,11 +57,24 @@ class CallbackModule(CallbackBase):
         self._play_name = ""
         self._play: Any = None
         self._record_trouble = ""
+        self._run = {"play": records.new_run_id(), "schedule": ""}
+        self._hosts: dict[str, None] = {}  # all that the plays that reset are for, in their order
+        self._patterns: set[str] = set()
+        self._plan: dict[str, Any] = {}
+        self._refusal = ""  # why no host was begun at all
+        self._refusal_is_kept = False
+        self._check_mode = False
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
-        self._play_resets = _resets(play)
+        self._play_resets = _has(play, MODULE, PLAN)
         self._play_name = play.get_name()
         self._play = play
+        if self._play_resets and str(play.hosts) not in self._patterns:  # each batch is a start of the same play
+            self._patterns.add(str(play.hosts))
+            known = play.get_variable_manager().get_vars(play=play, include_hostvars=False)
+            self._hosts.update(dict.fromkeys(known["ansible_play_hosts_all"]))
+            self._check_mode = bool(known.get("ansible_check_mode"))
+            self._run["schedule"] = str(known.get("reset_schedule_name") or "")
 
     def v2_playbook_on_no_hosts_matched(self) -> None:
         if not self._play_resets:
@@ -69,29 +88,54 @@ class CallbackModule(CallbackBase):
         raise SystemExit(NO_HOSTS_EXIT_STATUS)
 
     def v2_runner_on_ok(self, result: Any) -> None:
-        if _is_reset(result.task):
+        if _calls(result.task, MODULE):
             self._take(result)
+        elif _calls(result.task, PLAN):
+            self._plan = dict(result.result)
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
-        if _is_reset(result.task):
+        host = result.host.name
+        if _calls(result.task, MODULE):
             self._take(result)
-        elif self._play_resets and result.host.name not in self._by_host and not ignore_errors:
-            # Refused or failed before its reset: the host still gets a verdict at the end, but was never touched.
-            self._remember(result.host.name, _told(result, "unknown", str(result.result.get("msg", ""))), write=False)
+        elif not self._play_resets:
+            return
+        elif _fields(result).get("run_once"):
+            # Decided for all hosts: none of them is begun.
+            self._refusal = _why(result)
+            self._refusal_is_kept = bool(result.result.get("kept"))
+        elif host not in self._by_host:
+            # Failed before its reset: the host still gets a verdict at the end, but was never touched.
+            self._remember(host, self._told(result, "unknown", _why(result)), write=False)
+        elif self._by_host[host][-1]["verdict"] == "clean":
+            self._by_host[host][-1]["failed_afterwards"] = _why(result)
+            self._count_failure(host)
+
+    def _count_failure(self, host: str) -> None:
+        """A host that did not get its server back counts for the breaker as a newly dirty one."""
+        if not self._plan or self._check_mode:
+            return
+        try:
+            gate.Gate(self._plan, host, [host], Path(C.DEFAULT_LOCAL_TMP), self._folder()).failed_afterwards()
+        except (OSError, breaker.Unreadable) as error:
+            self._display.warning(f"{host} was not counted for the breaker: {error}")
 
     def v2_runner_on_skipped(self, result: Any) -> None:
-        if _is_reset(result.task):
+        if _calls(result.task, MODULE):
             why = result.result.get("skip_reason") or "the task was skipped"
             condition = result.result.get("false_condition")
             reason = f"{why} ({condition})" if condition else why
-            self._remember(result.host.name, _told(result, "skipped", reason), _writes(result))
+            self._remember(result.host.name, self._told(result, "skipped", reason), _writes(result))
 
     def v2_runner_on_unreachable(self, result: Any) -> None:
-        if _is_reset(result.task) or self._play_resets:
-            host = _host(result)
-            self._remember(host, _told(result, "unreachable", _one_line(result.result.get("msg", ""))), _writes(result))
+        host = _host(result)
+        if self._play_resets and self._by_host.get(host, [{}])[-1].get("verdict") == "clean":
+            self._by_host[host][-1]["failed_afterwards"] = _why(result)
+            self._count_failure(host)
+        elif _calls(result.task, MODULE) or self._play_resets:
+            self._remember(host, self._told(result, "unreachable", _why(result)), _writes(result))
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
+        self._remember_those_not_begun()
         if not self._by_host:
             return
         merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
@@ -100,6 +144,29 @@ class CallbackModule(CallbackBase):
         hooks.tell_all(merged, hooks.of_play(self._play), self._display.error)
         if self._record_trouble:
             self._display.error(self._record_trouble)
+        if status := self._exit_status(merged, {**stats.failures, **stats.dark}):
+            # As above: what Ansible itself would not fail for. Its own callback has printed its statistics by now.
+            raise SystemExit(status)
+
+    def _remember_those_not_begun(self) -> None:
+        """No host of a run is without a verdict, whatever ended the run before its turn."""
+        reason = self._refusal or "not begun: the run ended before its turn"
+        write = not self._check_mode and (not self._refusal or self._refusal_is_kept)
+        for host in self._hosts:
+            if host not in self._by_host:
+                one = records.record({}, host, verdict="skipped", reason=reason, **self._run)
+                self._remember(host, one if not self._check_mode else {**one, "predicted": True}, write)
+
+    def _exit_status(self, merged: list[dict[str, Any]], failed: dict[str, Any]) -> int:
+        """The exit status that the run must have and would not get from Ansible; 0 where that has its own."""
+        if self._record_trouble:
+            return FAILED_EXIT_STATUS
+        if failed or self._check_mode or not self._plan:
+            return 0
+        verdicts = {one["verdict"] for one in merged if not one.get("guest")}
+        if verdicts - {"clean", "skipped", "unreachable"} or any(one.get("failed_afterwards") for one in merged):
+            return FAILED_EXIT_STATUS
+        return UNREACHABLE_EXIT_STATUS if "unreachable" in verdicts else 0
 
     def _take(self, result: Any) -> None:
         """A result of gpu_reset that came back from a host, or was refused before it got there."""
@@ -107,14 +174,17 @@ class CallbackModule(CallbackBase):
         host = _host(result)
         if "verdict" not in returned:
             reason = _one_line(returned.get("msg") or returned.get("censored") or "the module returned no verdict")
-            self._remember(host, _told(result, "unknown", reason), _writes(result) and not returned.get("refused"))
+            write = _writes(result) and not returned.get("refused")
+            self._remember(host, self._told(result, "unknown", reason), write)
             return
-        one = records.record(returned, host)
+        one = records.record(returned, host, **self._run)
         if host != result.host.name:
             one["guest"] = result.host.name
         if returned.get("predicted"):
             one["predicted"] = True
-        earlier = [records.record(other, host) for other in one["earlier"]]
+        # The host tells all that it has where the record that it is asked about is not its own.
+        file = self._folder() / records.FILE_NAME
+        earlier = records.unrecorded(file, [records.record(other, host) for other in one["earlier"]])
         one["earlier"] = [other["run_id"] for other in earlier]
         self._remember(host, one, _writes(result), earlier)
 
@@ -143,19 +213,26 @@ class CallbackModule(CallbackBase):
         except OSError as error:
             self._record_trouble = self._record_trouble or f"{file} could not be written: {error.strerror}."
 
+    def _told(self, result: Any, verdict: str, reason: str) -> dict[str, Any]:
+        """A record of a host that returned none."""
+        told = {"run_id": _run_id(result)}
+        return records.record(told, _host(result), verdict=verdict, reason=_one_line(reason), **self._run)
+
     def _folder(self) -> Path:
         return Path(self.get_option("artifacts_folder") or records.artifacts_folder())
 
 
-def _is_reset(task: Any) -> bool:
-    return str(task.action).rpartition(".")[2] == MODULE
+def _calls(task: Any, *modules: str) -> bool:
+    return str(task.action).rpartition(".")[2] in modules
 
 
-def _resets(play: Any) -> bool:
-    """Whether a play has a gpu_reset task, in its roles or its own blocks (not behind include_*)."""
+def _has(play: Any, *modules: str) -> bool:
+    """Whether a play has a task of these modules, in its roles or its own blocks (not behind include_*)."""
 
     def any_in(entries: Any) -> bool:
-        return any(any_in(e.block + e.rescue + e.always) if hasattr(e, "block") else _is_reset(e) for e in entries)
+        return any(
+            any_in(e.block + e.rescue + e.always) if hasattr(e, "block") else _calls(e, *modules) for e in entries
+        )
 
     return any_in(play.compile())
 
@@ -174,9 +251,8 @@ def _writes(result: Any) -> bool:
     return not _fields(result).get("check_mode") and not result.result.get("predicted")
 
 
-def _told(result: Any, verdict: str, reason: str) -> dict[str, Any]:
-    """A record of a host that returned none."""
-    return records.record({"run_id": _run_id(result)}, _host(result), verdict=verdict, reason=_one_line(reason))
+def _why(result: Any) -> str:
+    return _one_line(result.result.get("msg") or "the task failed")
 
 
 def _run_id(result: Any) -> str:

@@ -105,10 +105,28 @@ def host_details(one: dict[str, Any]) -> list[str]:
     ]
     if one.get("evidence"):
         lines.append(f"  evidence on the host: {one['evidence']}")
+    if one.get("failed_afterwards"):
+        lines.append(f"  failed after its reset: {one['failed_afterwards']}")
     if one.get("earlier"):
         lines.append(f"  runs whose record never reached this machine, recorded now: {len(one['earlier'])}")
-    head = f"{one['host']}: {headline(one)}"
-    return [head, *lines]
+    return [f"{one['host']}: {headline(one)}", *lines]
+
+
+def details(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The details of each host; hosts of which there is nothing to tell but the same sentence share a line."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for one in records:
+        head, *lines = host_details(one)
+        if one["verdict"] == "clean" or lines:
+            alike[(head, *lines)] = []
+        else:
+            alike.setdefault(("", headline(one)), []).append(one["host"])
+    return [[f"{_names(hosts)}: {key[1]}"] if hosts else list(key) for key, hosts in alike.items()]
+
+
+def _names(hosts: Sequence[str]) -> str:
+    more = f" and {len(hosts) - 10} more" if len(hosts) > 10 else ""
+    return ", ".join(hosts[:10]) + more
 
 
 def _event(event: Any) -> str:
@@ -143,5 +161,5 @@ def _rank(verdict: str) -> int:
 
 def report(records: Sequence[dict[str, Any]]) -> str:
     """Everything that is printed at the end of a play; ends with the line of verdicts."""
-    sections = [gpu_table(records), *[host_details(one) for one in records], [last_line(records)]]
+    sections = [gpu_table(records), *details(records), [last_line(records)]]
     return "\n\n".join("\n".join(section) for section in sections if section)

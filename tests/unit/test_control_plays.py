@@ -106,6 +106,7 @@ def test_several_hosts_are_refused_where_nobody_can_answer_and_the_variable_is_n
     outcome = project.play()
     assert outcome.status != 0
     assert "a reset of 2 hosts needs consent." in outcome.output and "reset_confirmed=true" in outcome.output
+    assert outcome.last_line == "Verdicts - skipped: a, b"
     assert outcome.records == []
 
 
@@ -322,20 +323,21 @@ def test_runs_that_were_never_recorded_are_recorded_by_the_next_one_and_once_onl
     assert [(one["host"], one["earlier"]) for one in outcome.records] == [
         ("a", []),
         ("a", ["lost-1"]),
-        ("a", ["lost-1"]),
+        ("a", []),
     ]
 
 
-def test_a_record_that_can_not_be_written_is_said_and_costs_no_verdict(project):
+def test_a_record_that_can_not_be_written_costs_no_verdict_and_fails_the_run(project):
     project.host("a")
     (project.folder / "artifacts").write_text("a file where the folder should be")
-    outcome = subprocess_play(project)
-    assert "Verdicts - clean: a" in outcome
-    assert "The record of a could not be written" in outcome
+    status, output = subprocess_play(project)
+    assert "Verdicts - clean: a" in output
+    assert "The record of a could not be written" in output
+    assert status == 2
 
 
-def subprocess_play(project: Project) -> str:
-    """The output of a play whose records can't be read back."""
+def subprocess_play(project: Project) -> tuple[int, str]:
+    """Exit status and output of a play whose records can't be read back."""
     project.play("--list-hosts", GPU_ARTIFACTS="/nonexistent")
     done = subprocess.run(
         [sys.executable, "-m", "ansible", "playbook", "-i", "inventory", "playbooks/reset.yml"],
@@ -346,7 +348,7 @@ def subprocess_play(project: Project) -> str:
         text=True,
         timeout=60,
     )
-    return done.stdout + done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 OWNERLESS = {**GPU, "used_mib_after": 95000, "verdict": "unowned_memory"}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from gpu_control import records
 
-RECORD_KEYS = ["schema", "run_id", "host", "servers", "policy", "router", "started", "verdict", "reason", "simulated"]
-RECORD_KEYS += ["gpus", "killed", "spared", "cleaned", "kept", "evidence", "kernel_events", "respawners", "ports"]
-RECORD_KEYS += ["shm_free_mib", "source", "seconds", "earlier"]
+RECORD_KEYS = ["schema", "run_id", "host", "play", "schedule", "servers", "policy", "router", "started"]
+RECORD_KEYS += ["verdict", "reason", "simulated", "gpus", "killed", "spared", "cleaned", "kept"]
+RECORD_KEYS += ["evidence", "kernel_events", "respawners", "ports", "shm_free_mib", "source", "seconds", "earlier"]
 
 
 def write_many(file: Path, writer: int, count: int) -> None:
