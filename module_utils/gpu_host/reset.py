@@ -442,7 +442,8 @@ class Reset:
                 continue
             verdicts, settled = self.survey.judge(look, self.policy, unkillable)
             clean = all(one.clean for _, one in verdicts) and settled
-            ending = look.chosen and "kill" in self.params["phases"]
+            doomed = {one.group for one in look.chosen.values()} - self._undecided_groups(look.chosen)
+            ending = doomed and "kill" in self.params["phases"]
             hopeless = not ending and settled and not any(_may_change(one) for _, one in verdicts)
             if clean or hopeless or deadline.expired():
                 break

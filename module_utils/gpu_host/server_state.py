@@ -597,7 +597,7 @@ class Watch:
         if not here and proc.open_files(main.pid) is None:  # another user's process: its sockets can't be seen
             here = [one for one in everything if one.port == port]
         environment = proc.environ(main.pid)
-        self._log = server.record.log if server.record and server.record.log else server_record.log_file(proc, main.pid)
+        self._log = _log_of(server.record, main, proc)
         module = program(argv).module or program(argv).script
         if "vllm" in module:
             self._ready_line = server_log.VLLM_READY
@@ -745,6 +745,13 @@ def cpu_ticks(proc: Proc, process: Process) -> tuple[str, int | None]:
         return "", None
 
 
+def _log_of(record: ServerRecord | None, main: Process, proc: Proc) -> str:
+    """Where the server writes: as recorded, or where its own output goes when it is a later start than the record's."""
+    recorded = record.log if record else ""
+    own = server_record.log_file(proc, main.pid) if record is None or record.main_pid != main.pid else ""
+    return own or recorded or server_record.log_file(proc, main.pid)
+
+
 def _state(server: Server, facts: Facts, version: str, proc: Proc, hung_after: float) -> ServerState:
     state, why = judge(facts, hung_after)
     main, record = server.main, server.record
@@ -752,7 +759,7 @@ def _state(server: Server, facts: Facts, version: str, proc: Proc, hung_after: f
     if version:
         versions["vllm" if main and "vllm" in " ".join(main.argv[:3]) else "sglang"] = version
     argv = main.argv if main else record.argv if record else ()
-    log = record.log if record and record.log else server_record.log_file(proc, main.pid) if main else ""
+    log = _log_of(record, main, proc) if main else record.log if record else ""
     return ServerState(
         name=server.name,
         state=state,
