@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
-from .driver import deploy, procs, raw, scenarios, servers
+from .driver import benchmark, deploy, procs, raw, scenarios, servers
 from .driver.session import RECORDS, REPOSITORY, Session
 
 TORCH = ["idle", "torch-processes"]
@@ -47,6 +47,7 @@ NAMED_SETS = {
     "two-torch": ["two-gpus-torch"],
     "deploy": DEPLOY,
     "deploy-two": ["deploy-stalled-tp2", "all-reduce"],
+    "benchmark": [benchmark.NAME],
 }
 
 
@@ -168,7 +169,8 @@ def main(words: list[str] | None = None) -> int:
     if not session.bundle.ready():
         build_helpers(session.bundle.root / "bin")
     try:
-        scenarios.add_cpu_bystanders(session)
+        if any(one.bystanders for one in todo):
+            scenarios.add_cpu_bystanders(session)
         for one in todo:
             play(session, one)
             if args.stop_early and session.failures and one is todo[0]:

@@ -21,6 +21,7 @@ class Scenario:
     gpus: int
     sglang: bool
     play: Callable[[Session], None]
+    bystanders: bool = True
 
 
 ALL: dict[str, Scenario] = {}
@@ -28,10 +29,10 @@ JIT_WORDS = ("nvcc", "cicc", "ptxas", "ninja", "cudafe++")
 
 
 def scenario(
-    name: str, estimate: float, *, gpus: int = 1, sglang: bool = True
+    name: str, estimate: float, *, gpus: int = 1, sglang: bool = True, bystanders: bool = True
 ) -> Callable[[Callable[[Session], None]], Callable[[Session], None]]:
     def register(play: Callable[[Session], None]) -> Callable[[Session], None]:
-        ALL[name] = Scenario(name, estimate, gpus, sglang, play)
+        ALL[name] = Scenario(name, estimate, gpus, sglang, play, bystanders)
         return play
 
     return register

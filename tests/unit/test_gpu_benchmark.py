@@ -1,0 +1,165 @@
+"""The benchmark session on a real GPU: what it derives, and how it starts clients (tests/gpu)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import benchmark_run
+from tests.gpu.driver import benchmark, procs
+
+WARM_CLIENT = Path(benchmark.servers.HERE) / "warm_client.py"
+
+
+def measurement(
+    variant: str, round_: int, rate: float, accept: float | None, probe: float, log: float
+) -> dict[str, Any]:
+    return {
+        "kind": "measurement",
+        "variant": variant,
+        "round": round_,
+        "cell": "c1",
+        "repeat": 1,
+        "probe_step_ms": probe,
+        "log_step_ms": log,
+        "result": {"failed": False, "measurement": {"output_tokens_per_s": rate, "accept_length": accept}},
+    }
+
+
+def test_a_probes_step_leaves_out_the_prompt_and_counts_verifications() -> None:
+    plain = {
+        "short": [{"latency_s": 0.110, "tokens": 11, "verified": None}],
+        "long": [{"latency_s": 0.510, "tokens": 211, "verified": None}],
+    }
+    assert benchmark.step_ms(plain) == pytest.approx(2.0)
+    speculative = {
+        "short": [{"latency_s": 0.110, "tokens": 30, "verified": 10}] * 2,
+        "long": [{"latency_s": 0.610, "tokens": 330, "verified": 110}] * 2,
+    }
+    assert benchmark.step_ms(speculative) == pytest.approx(5.0)
+
+
+def test_a_probe_with_a_failed_stream_has_no_step() -> None:
+    good = {"latency_s": 0.5, "tokens": 100, "verified": None}
+    assert benchmark.step_ms({"short": [good], "long": [{"error": "0 timed out"}]}) is None
+    assert benchmark.step_ms({}) is None
+
+
+def test_the_logs_step_is_of_lines_with_all_requests_running() -> None:
+    def line(running: int, rate: float, accepted: str = "") -> str:
+        rest = f"{accepted}gen throughput (token/s): {rate}, #queue-req: 0"
+        return f"Decode batch, #running-req: {running}, #token: 9, {rest}"
+
+    idle_before, whole, tail = line(4, 9.0), line(4, 2000.0), line(2, 900.0)
+    assert benchmark.log_step_ms([idle_before, whole, whole, tail], 4) == pytest.approx(2.0)
+    speculative = line(1, 500.0, "accept len: 2.50, accept rate: 0.50, ")
+    assert benchmark.log_step_ms([speculative, speculative], 1) == pytest.approx(5.0)
+    assert benchmark.log_step_ms([idle_before], 4) is None
+
+
+def test_the_speed_up_is_predicted_from_accept_length_and_steps_alone() -> None:
+    lines = [
+        measurement("baseline", 1, 500.0, None, 2.0, 2.1),
+        measurement("accept-3", 1, 612.0, 3.0, 5.0, 5.0),
+        measurement("baseline", 2, 400.0, None, 2.0, 2.1),
+        measurement("accept-3", 2, 480.0, 3.0, 5.0, 5.0),
+        measurement("accept-3", 3, 999.0, 3.0, 5.0, 5.0),  # its round has no baseline: the time was up
+    ]
+    (one,) = benchmark.predictions(lines)
+    assert one["measured"] == pytest.approx((1.224 + 1.2) / 2)
+    assert one["probe_predicted"] == pytest.approx(3.0 * 2.0 / 5.0)
+    assert one["log_predicted"] == pytest.approx(3.0 * 2.1 / 5.0)
+    assert one["rounds"] == 2
+
+
+def test_every_variant_comes_first_once_in_as_many_rounds() -> None:
+    names = ["a", "b", "c", "d"]
+    orders = [benchmark.order(names, number) for number in range(1, 5)]
+    assert all(sorted(one) == names for one in orders)
+    assert len({tuple(one) for one in orders}) == 4
+
+
+def test_a_session_that_was_cut_off_becomes_a_run_of_what_it_had(tmp_path: Path) -> None:
+    plan = {
+        "kind": "benchmark",
+        "time": 1796000000.0,
+        "shape": {"output_length": 512},
+        "variants": [{"name": "baseline"}, {"name": "accept-3"}],
+        "cells": [{"name": "c1", "concurrency": 1}],
+    }
+    failed = measurement("accept-3", 2, 1.0, None, 1.0, 1.0)
+    failed["result"] = {"failed": True, "msg": "The server died.", "measurement": None}
+    whole = [{"kind": "session", "date": "x"}, plan, measurement("baseline", 1, 500.0, None, 2.0, 2.1), failed]
+    session = tmp_path / "session.jsonl"
+    session.write_text("".join(json.dumps(line) + "\n" for line in whole) + '{"kind": "measurement", "rou')
+    benchmark_run.build(benchmark_run.lines_of(session), tmp_path / "run")
+    from gpu_benchmark import runs
+
+    run = runs.Run(tmp_path / "run")
+    assert [one.key for one in run.measurements(benchmark_run.HOST)] == [(1, "baseline", "c1", 1)]
+    assert [one.cause for one in run.failures(benchmark_run.HOST)] == ["The server died."]
+
+
+# The client that has its imports done
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Path]:
+    """A warm client whose packages are empty ones."""
+    for package in ("sglang", "sglang/benchmark", "transformers"):
+        (tmp_path / "site" / package).mkdir(parents=True)
+        (tmp_path / "site" / package / "__init__.py").touch()
+    (tmp_path / "site" / "sglang" / "benchmark" / "serving.py").write_text("imported = []\n")
+    door, target = tmp_path / "door", tmp_path / "python"
+    subprocess.run([sys.executable, str(WARM_CLIENT), "program", str(door), str(target)], check=True)
+    server = subprocess.Popen(
+        [sys.executable, str(WARM_CLIENT), "serve", str(door), ""], env={"PYTHONPATH": str(tmp_path / "site")}
+    )
+    assert procs.wait_until(door.exists, 60)
+    yield target
+    server.kill()
+    server.wait()
+
+
+SCRIPT = """
+import os, sys, sglang.benchmark.serving as client
+client.imported.append(1)
+print(len(client.imported), sys.argv[1:], os.environ.get("WORD"), os.getcwd())
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_warm_client_is_a_python_with_the_callers_words_variables_output_and_status(
+    program: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for status in (0, 3):
+        done = subprocess.run(
+            [str(program), str(script), str(status), "b c"],
+            env={"WORD": "here"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (status, "")
+        assert done.stdout.split(" ", 1) == ["1", f"['{status}', 'b c'] here {tmp_path}\n"]
+
+
+def test_a_warm_client_ends_with_its_caller(program: Path, tmp_path: Path) -> None:
+    script, pid_file = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    caller = subprocess.Popen([str(program), str(script)])
+    assert procs.wait_until(lambda: pid_file.exists() and pid_file.read_text(), 60)
+    client = procs.read_facts(int(pid_file.read_text()))
+    assert client is not None
+    caller.kill()
+    caller.wait()
+    assert procs.wait_until(lambda: not procs.is_alive(client.key), 60)
