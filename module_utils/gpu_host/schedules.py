@@ -56,7 +56,7 @@ class Schedule:
     keep: int = 30
     vault_password_file: str = ""
     ssh_key: str = ""
-    hook: tuple[str, ...] = ()
+    hook: str | tuple[str, ...] = ()
     writable: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -158,6 +158,14 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
+def _hook(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        return _text(value)
+    if isinstance(value, str):
+        raise Wrong(f"{value!r} is neither a list of words (a command) nor an address that begins with https://.")
+    return _words(value)
+
+
 def _whole(least: int, most: int, what: str) -> Any:
     def check(value: Any) -> int:
         number = seconds(value) if isinstance(value, str) and what == "seconds" else value
@@ -227,6 +235,8 @@ def _variables(value: Any) -> dict[str, Any]:
             raise Wrong(f"{name!r} is no name of a variable.")
         if name == "gpu_reset_kill_strangers":
             raise Wrong("a schedule never ends strangers, so gpu_reset_kill_strangers can't be set; reset by hand.")
+        if name == "reset_breaker_clear":
+            raise Wrong("the breaker is for a person to clear, so reset_breaker_clear can't be set.")
         if name in SET_BY_KEYS:
             raise Wrong(f"{name} is set by the schedule's own {SET_BY_KEYS[name]}; leave it out of the variables.")
         _no_secret(name)
@@ -267,7 +277,7 @@ _CHECKS: dict[str, Any] = {
     "keep": _whole(1, 10000, "a number of runs"),
     "vault_password_file": _path,
     "ssh_key": _path,
-    "hook": _words,
+    "hook": _hook,
     "writable": _paths,
     "environment": _environment,
     "variables": _variables,

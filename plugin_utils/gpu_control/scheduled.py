@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -103,9 +104,9 @@ def variables(schedule: Schedule, now: datetime) -> dict[str, Any] | None:
         ("reset_held_out", list(schedule.held_out)),
         ("reset_serial", schedule.serial),
         ("reset_breaker_share", schedule.breaker_share),
-        ("reset_hook", list(schedule.hook)),
+        ("reset_hook", schedule.hook if isinstance(schedule.hook, str) else list(schedule.hook)),
     ):
-        if value not in (None, []):
+        if value not in (None, [], ""):
             chosen[name] = value
     return {**chosen, **FORCED}
 
@@ -136,7 +137,7 @@ def options(schedule: Schedule) -> str:
         words += ["--vault-password-file", schedule.vault_password_file]
     if schedule.ssh_key:
         words += ["--private-key", schedule.ssh_key]
-    return " ".join("'" + word.replace("'", "'\"'\"'") + "'" for word in words)
+    return shlex.join(words)
 
 
 def run(path: str, tell: Callable[[str], None], random_delay: int = 0) -> int:
@@ -294,6 +295,9 @@ def look(text: str) -> dict[str, Any]:
         path = getattr(schedule, key)
         if path and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             problems.append(f"{key}: {path} is no file that the user of the schedules can read.")
+    if schedule.hook and not isinstance(schedule.hook, str) and not shutil.which(schedule.hook[0]):
+        problems.append(f"hook: there is no program {schedule.hook[0]!r} on the control node.")
+    problems += _unknown_variables(settings)
     if not os.path.exists(settings.inventory):
         problems.append(f"inventory: {settings.inventory} is not there (or can't be seen by the schedules' user).")
     if problems:
@@ -301,6 +305,16 @@ def look(text: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         os.environ.update(environment(settings) | {"ANSIBLE_HOME": home})
         return _look_at_inventory(settings)
+
+
+def _unknown_variables(settings: Settings) -> list[str]:
+    """A misspelt variable of the reset would be refused at each firing, when nobody looks."""
+    import yaml
+
+    specs = settings.repository / "roles/gpu_reset/meta/argument_specs.yml"
+    known = yaml.safe_load(specs.read_text(encoding="utf-8"))["argument_specs"]["main"]["options"]
+    given = sorted(name for name in settings.schedule.variables if name.startswith("gpu_reset_"))
+    return [f"variables: the role gpu_reset has no {name}." for name in given if name not in known]
 
 
 def _look_at_inventory(settings: Settings) -> dict[str, Any]:

@@ -136,4 +136,4 @@ class ControlNode:
             "\\) -printf '%p %C@\\n'",
             check=False,
         )
-        return dict(line.rsplit(" ", 1) for line in found.stdout.splitlines())  # type: ignore[misc]
+        return dict(line.rsplit(" ", 1) for line in found.stdout.splitlines())

@@ -91,12 +91,7 @@ class Project:
 
     def play(self, *arguments: str, playbook: str | Path = "playbooks/reset.yml", **environment: str) -> Outcome:
         """Run a playbook with nobody at the terminal."""
-        folder = self.folder / "inventory"
-        folder.mkdir(exist_ok=True)
-        if not (folder / "group_vars").exists():
-            (folder / "group_vars").symlink_to("../group_vars")
-        hosts = {"all": {"children": {"gpu_hosts": {"hosts": self.inventory}}}}
-        (folder / "hosts.yml").write_text(yaml.safe_dump(hosts))
+        self.write_inventory()
         done = subprocess.run(
             ["ansible-playbook", "-i", "inventory", str(playbook), *arguments],
             cwd=self.folder,
@@ -109,3 +104,12 @@ class Project:
         file = self.folder / "artifacts/resets.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return Outcome(done.returncode, done.stdout + done.stderr, [json.loads(one) for one in lines if one])
+
+    def write_inventory(self) -> None:
+        """The inventory of the hosts so far, in the project's folder `inventory`."""
+        folder = self.folder / "inventory"
+        folder.mkdir(exist_ok=True)
+        if not (folder / "group_vars").exists():
+            (folder / "group_vars").symlink_to("../group_vars")
+        hosts = {"all": {"children": {"gpu_hosts": {"hosts": self.inventory}}}}
+        (folder / "hosts.yml").write_text(yaml.safe_dump(hosts))

@@ -74,6 +74,8 @@ def test_three_keys_are_enough_and_mean_to_drain_once_a_missed_time_is_over():
         ({"variables": {"reset_not_after": "x"}}, "set by the schedule's own key window"),
         ({"variables": {"sglang_api_key": "x"}}, "sglang_api_key looks like a secret"),
         ({"variables": ["x"]}, "is no dictionary"),
+        ({"variables": {"reset_breaker_clear": True}}, "the breaker is for a person to clear"),
+        ({"hook": "page-me"}, "hook: 'page-me' is neither a list of words (a command) nor an address"),
     ],
     ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
 )
