@@ -98,8 +98,9 @@ LOGS ?= tests/recorded
 score: setup  ## Classify the failed starts in LOGS=folder: precision, recall, abstentions
 	@PYTHONPATH=module_utils:plugin_utils $(BIN)/python -m gpu_control.score $(LOGS)
 
-docs: setup  ## Write the roles' variables into their README files
+docs: setup  ## Write the variables of roles and benchmark into their documents
 	PYTHONPATH=plugin_utils $(BIN)/python -m gpu_control.role_readme roles/*/
+	PYTHONPATH=plugin_utils $(BIN)/python -m gpu_benchmark.settings docs/benchmark.md
 
 clean: simulator-stop  ## Remove what was built (not artifacts/: those are your records)
 	rm -rf .venv .rehearsal .simulated-host .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible

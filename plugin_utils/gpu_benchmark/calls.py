@@ -17,7 +17,8 @@ from typing import Any
 from gpu_control import records
 
 from . import plan as planning
-from . import runs, settings, variants, verdict
+from . import report as reports
+from . import results, runs, settings, variants, verdict
 
 PRIVATE = "benchmark-variants"
 
@@ -415,10 +416,37 @@ def _measured_line(one: runs.Measurement) -> str:
 
 def report(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     try:
-        runs.existing(parameters["run"])
+        run = runs.existing(parameters["run"])
+        kept = [run.plan(host) or {} for host in run.hosts()]
+        wanted = [one.get("settings", {}).get("compare_to") for one in kept]
+        name = parameters["compare_to"] or next((one for one in wanted if one), "")
+        earlier = runs.existing(name) if name else None
+        troubles: list[str] = []
+        if context.check_mode:
+            data = results.build(run, earlier, context.now)
+        else:
+            data, troubles = reports.write(run, earlier, context.now)
     except runs.RunError as error:
         return _refused([str(error)])
-    return {"changed": False, "msg": "", "folder": ""}
+    except OSError as error:
+        return {"failed": True, "msg": f"The report could not be written to {error.filename}: {error.strerror}."}
+    path = run.folder / "report.html"
+    verdicts = {
+        one["host"]: {
+            key: one["verdict"][key]
+            for key in ("kind", "sentence", "variant", "steps", "up_to_concurrency", "more_repeats")
+        }
+        for one in data["hosts"]
+    }
+    return {
+        "changed": not context.check_mode,
+        "folder": str(run.folder),
+        "report": "" if context.check_mode else str(path),
+        "verdicts": verdicts,
+        "warnings": troubles,
+        "msg": " ".join(f"{host}: {one['sentence']}" for host, one in verdicts.items()) or "Nothing was measured.",
+        "tell": [*reports.terminal(data), *([] if context.check_mode else [f"Report: {path}"])],
+    }
 
 
 Call = Callable[[Mapping[str, Any], Context], dict[str, Any]]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -216,3 +218,21 @@ def table() -> str:
             default = default.lower()
         rows.append(f"| `{one.variable}` | {default if default != '``' else ''} | {one.meaning} |")
     return "\n".join(rows) + "\n"
+
+
+BEGIN = "<!-- variables: written by `make docs` from plugin_utils/gpu_benchmark/settings.py -->"
+END = "<!-- end of variables -->"
+
+
+def updated(document: str) -> str:
+    """The document with the table between the two marks written anew. ValueError: a mark is missing."""
+    head, begin, rest = document.partition(BEGIN)
+    _old, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document lacks the lines {BEGIN!r} and {END!r}")
+    return f"{head}{begin}\n\n{table()}\n{end}{tail}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(updated(Path(name).read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,338 @@
+"""A run as data: the table, the verdicts, what explains them. What results.json holds, and every other form shows.
+
+`None` is not measurable, never 0; `not_measured` of a row says why.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+from gpu_control import records
+
+from . import arithmetic, compare, statistics, verdict
+from .runs import Measurement, Run
+from .variants import Cell, Variant, cell_from, variant_from
+
+SCHEMA = 1
+ACCEPT_LENGTHS = Path(__file__).resolve().parent.parent.parent / "data/accept-lengths.yml"
+
+# Columns of results.csv, which are those of a row.
+COLUMNS = (
+    "host", "variant", "reference", "nccl_profile", "steps", "concurrency", "prompt_set", "input_length",
+    "output_length", "rounds", "measurements", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms",
+    "tokens_per_s_per_request", "tokens_per_s", "accept_length", "accept_length_source", "published_accept_length",
+    "step_ms", "speed_up", "speed_up_low", "speed_up_high", "state", "predicted_speed_up", "watts", "tokens_per_joule",
+    "gpu_memory_mib", "same_texts",
+)  # fmt: skip
+# A row's figure and where it is in a measurement; the median over all measurements is shown.
+_FIGURES = {
+    "ttft_p50_ms": ("ttft_ms", "p50"),
+    "ttft_p99_ms": ("ttft_ms", "p99"),
+    "ttft_mean_ms": ("ttft_ms", "mean"),
+    "itl_p50_ms": ("itl_ms", "p50"),
+    "itl_p99_ms": ("itl_ms", "p99"),
+    "tokens_per_s_per_request": ("output_tokens_per_s_per_request",),
+    "accept_length": ("accept_length",),
+    "step_ms": ("step_ms",),
+    "watts": ("gpu", "watts_mean"),
+    "tokens_per_joule": ("gpu", "tokens_per_joule"),
+}
+
+
+def build(run: Run, earlier: Run | None = None, now: float | None = None) -> dict[str, Any]:
+    """Everything that is known of the run, of all its hosts."""
+    head = run.head()
+    hosts = [made for host in run.hosts() if (made := host_results(run, host, earlier))]
+    return {
+        "schema": SCHEMA,
+        "run": run.name,
+        "started": head.get("started", ""),
+        "who": head.get("who", ""),
+        "written": records.timestamp(now),
+        "compared_to": earlier.name if earlier else "",
+        "hosts": hosts,
+    }
+
+
+def host_results(run: Run, host: str, earlier: Run | None = None) -> dict[str, Any] | None:
+    kept = run.plan(host)
+    if kept is None:
+        return None
+    variants = [variant_from(one) for one in kept["variants"]]
+    cells = [cell_from(one) for one in kept["cells"]]
+    rules = verdict.rules_of(kept["settings"])
+    measured = run.measurements(host)
+    failures = [asdict(one) for one in run.failures(host)]
+    found = verdict.judge(variants, cells, measured, rules)
+    rows = _rows(host, variants, cells, measured, found)
+    simulated = any(str(_version(one, "driver")).endswith("-simulated") for one in measured)
+    return {
+        "host": host,
+        "simulated": simulated,
+        "verdict": _verdict(found, simulated, variants, measured, failures),
+        "certainty": rules.certainty,
+        "smallest_effect": rules.smallest_effect,
+        "loads": [_load(cell) for cell in cells if cell.concurrency == cells[0].concurrency],
+        "concurrencies": sorted({cell.concurrency for cell in cells}),
+        "rows": rows,
+        "comparisons": [one.as_dict() for one in found.comparisons],
+        "explanations": _explanations(variants, rows),
+        "failures": failures,
+        "failed": _failed(failures),
+        "variants": [_variant(one, measured) for one in variants],
+        "effort": _effort(run, host, measured),
+        "remarks": _remarks(measured),
+        "comparison": compare.hosts(run, earlier, host, rules.certainty) if earlier else None,
+    }
+
+
+def _version(one: Measurement, name: str) -> Any:
+    return {**(one.data.get("versions") or {}), **(one.server.get("versions") or {})}.get(name, "")
+
+
+def _load(cell: Cell) -> dict[str, Any]:
+    lengths = f"{cell.output_length} tokens" + (f", prompts up to {cell.input_length}" if cell.input_length else "")
+    return {"prompt_set": cell.prompt_set, "input_length": cell.input_length, "output_length": cell.output_length,
+            "title": f"{cell.prompt_set}, {lengths}"}  # fmt: skip
+
+
+def _verdict(
+    found: verdict.Verdict,
+    simulated: bool,
+    variants: Sequence[Variant],
+    measured: Sequence[Measurement],
+    failures: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    there = {one.variant for one in measured}
+    causes = {one["variant"]: one["cause"] for one in failures}
+    notes = list(found.notes)
+    for one in variants:
+        if one.name not in there:
+            notes.append(f"{one.name} was not measured" + (f": {causes[one.name]}" if one.name in causes else "."))
+        elif one.name in causes:
+            notes.append(f"{one.name} failed in {sum(f['variant'] == one.name for f in failures)} of its starts.")
+    crossing = found.crossover
+    return {
+        "kind": found.kind,
+        "sentence": ("SIMULATED: " if simulated else "") + found.sentence,
+        "variant": found.variant,
+        "steps": found.steps,
+        "nccl_profile": found.nccl_profile,
+        "from_concurrency": found.from_concurrency,
+        "up_to_concurrency": found.up_to_concurrency,
+        "crossover": {"at": crossing.at, "low": crossing.low, "high": crossing.high} if crossing else None,
+        "more_repeats": found.more_rounds,
+        "notes": notes,
+    }
+
+
+# The table
+
+
+def _rows(
+    host: str,
+    variants: Sequence[Variant],
+    cells: Sequence[Cell],
+    measured: Sequence[Measurement],
+    found: verdict.Verdict,
+) -> list[dict[str, Any]]:
+    compared = {(one.variant, one.cell): one for one in found.by_load}
+    published = _published()
+    made: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in variants:
+        for cell in cells:
+            mine = [each for each in measured if each.variant == one.name and each.cell == cell.name]
+            if mine:
+                row = _row(host, one, cell, mine, compared.get((one.name, cell.name)))
+                row["published_accept_length"] = _published_for(published, one)
+                made[one.name, cell.name] = row
+    for (name, cell_name), row in made.items():
+        reference = made.get((row["reference"], cell_name))
+        explained = arithmetic.explain(row, reference) if reference and row["speculates"] else None
+        row["predicted_speed_up"] = (explained.predicted or explained.predicted_decode) if explained else None
+        row["same_texts"] = _same_texts(measured, name, row["reference"], cell_name)
+    return list(made.values())
+
+
+def _row(
+    host: str, one: Variant, cell: Cell, mine: Sequence[Measurement], compared: verdict.Comparison | None
+) -> dict[str, Any]:
+    interval = compared.interval if compared else None
+    starts: dict[int, list[float]] = {}
+    for each in mine:
+        starts.setdefault(each.round, []).append(float(each.data["output_tokens_per_s"]))
+    sources = Counter(str(each.data.get("accept_length_source")) for each in mine if each.data.get("accept_length"))
+    reasons: dict[str, str] = {}
+    for each in mine:
+        reasons.update({str(key): str(why) for key, why in (each.data.get("not_measured") or {}).items()})
+    figures = {name: _middle(mine, path) for name, path in _FIGURES.items()}
+    if not one.speculates:
+        figures["accept_length"] = None
+    memory = [sum((each.data.get("gpu") or {}).get("memory_mib", {}).values()) for each in mine
+              if (each.data.get("gpu") or {}).get("memory_mib")]  # fmt: skip
+    return {
+        "host": host,
+        "variant": one.name,
+        "reference": one.reference,
+        "nccl_profile": one.nccl_profile,
+        "steps": one.steps,
+        "speculates": one.speculates,
+        "concurrency": cell.concurrency,
+        "cell": cell.name,
+        "prompt_set": cell.prompt_set,
+        "input_length": cell.input_length,
+        "output_length": cell.output_length,
+        "rounds": len(starts),
+        "measurements": len(mine),
+        "tokens_per_s": math.exp(fmean(statistics.start_value(each) for each in starts.values())),
+        **figures,
+        "accept_length_source": sources.most_common(1)[0][0] if sources and one.speculates else None,
+        "gpu_memory_mib": max(memory, default=None),
+        "speed_up": compared.speed_up if compared else None,
+        "speed_up_low": interval[0] if interval else None,
+        "speed_up_high": interval[1] if interval else None,
+        "state": compared.state if compared else "reference",
+        "not_measured": {key: why for key, why in sorted(reasons.items()) if one.speculates or key != "accept_length"},
+    }
+
+
+def _middle(mine: Iterable[Measurement], path: Sequence[str]) -> float | None:
+    found = []
+    for one in mine:
+        value: Any = one.data
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(float(value))
+    return median(found) if found else None
+
+
+def _same_texts(measured: Sequence[Measurement], name: str, reference: str, cell: str) -> bool | None:
+    """Whether the answers are the reference's, word for word; None where the reference's own differ or aren't known."""
+    mine = {one.data.get("output_sha256") for one in measured if one.variant == name and one.cell == cell}
+    other = {one.data.get("output_sha256") for one in measured if one.variant == reference and one.cell == cell}
+    if not reference or None in mine | other or len(other) != 1:
+        return None
+    return mine == other
+
+
+def _published() -> list[dict[str, Any]]:
+    return yaml.safe_load(ACCEPT_LENGTHS.read_text(encoding="utf-8")) or []
+
+
+def _published_for(book: Sequence[Mapping[str, Any]], one: Variant) -> float | None:
+    if not one.speculates or one.steps is None:
+        return None
+    for entry in book:
+        if re.search(entry["drafter"], Path(one.drafter).name, re.IGNORECASE):
+            value = entry["published"].get(one.steps)
+            return float(value) if value is not None else None
+    return None
+
+
+# What explains it
+
+
+def _explanations(variants: Sequence[Variant], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    by_place = {(row["variant"], row["cell"]): row for row in rows}
+    result = []
+    for one in variants:
+        for row in (each for each in rows if each["variant"] == one.name and one.speculates):
+            reference = by_place.get((one.reference, row["cell"]))
+            if reference is None:
+                continue
+            place = {"variant": one.name, "concurrency": row["concurrency"], "cell": row["cell"]}
+            explained = arithmetic.explain(row, reference)
+            if explained is None:
+                lacking = [
+                    name
+                    for name, value in (
+                        ("accept length", row["accept_length"]),
+                        ("step time", row["step_ms"]),
+                        ("baseline's step time", reference["step_ms"]),
+                    )
+                    if not value
+                ]
+                sentence = (
+                    f"The {' and the '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not measurable here."
+                )
+                result.append({**place, "measured": row["speed_up"], "sentences": [sentence]})
+                continue
+            sentences = explained.sentences()
+            predicted = explained.predicted or explained.predicted_decode
+            if row["speed_up"] and abs(math.log(predicted / row["speed_up"])) > math.log(1.05):
+                sentences.append(
+                    f"Measured is {row['speed_up']:.2f}, more than 5 % away from the arithmetic's {predicted:.2f}: "
+                    "the measurement counts; requests that wait or differ in length are not in the arithmetic."
+                )
+            result.append({**place, **explained.as_dict(), "measured": row["speed_up"], "sentences": sentences})
+    return result
+
+
+# The rest
+
+
+def _variant(one: Variant, measured: Sequence[Measurement]) -> dict[str, Any]:
+    """What was started, from its newest measurement; what the plan says where there is none."""
+    mine = [each for each in measured if each.variant == one.name]
+    newest = mine[-1] if mine else None
+    data: Mapping[str, Any] = newest.data if newest else {}
+    server: Mapping[str, Any] = newest.server if newest else {}
+    command = server.get("command") or data.get("server_command") or ""
+    return {
+        "name": one.name,
+        "reference": one.reference,
+        "nccl_profile": one.nccl_profile,
+        "speculation": dict(one.speculation),
+        "drafter": one.drafter,
+        "arguments": dict(one.arguments),
+        "server_command": " ".join(command) if isinstance(command, list) else command,
+        "environment": dict(server.get("environment") or data.get("environment") or {}),
+        "versions": {**(data.get("versions") or {}), **(server.get("versions") or {})},
+        "client_command": data.get("command", ""),
+        "client_module": data.get("client_module", ""),
+    }
+
+
+def _failed(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The failures, those of one variant with one cause as one."""
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in failures:
+        alike.setdefault((one["variant"], one["cause"]), []).append(one)
+    made = []
+    for group in alike.values():
+        numbers = [str(one["round"]) for one in group]
+        made.append({**group[-1], "rounds": f"round{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"})
+    return made
+
+
+def _effort(run: Run, host: str, measured: Sequence[Measurement]) -> dict[str, Any]:
+    steps = run.progress(host).get("steps", [])
+    return {
+        "rounds": max((one.round for one in measured), default=0),
+        "starts": len({(one.round, one.variant) for one in measured}),
+        "measurements": len(measured),
+        "minutes": round(sum(float(one.get("seconds", 0)) for one in steps) / 60, 1),
+        "plays": len({one.session for one in measured}),
+    }
+
+
+def _remarks(measured: Sequence[Measurement]) -> list[str]:
+    """What the measurements themselves remark, each once, with how often."""
+    found: Counter[str] = Counter()
+    for one in measured:
+        found.update({str(text) for text in one.data.get("problems") or []})
+        jump = one.data.get("clock_jump_s") or 0
+        if abs(jump) >= 1:
+            found[
+                "The host's clock jumped during a measurement; times are taken by a clock that does not, so they hold."
+            ] += 1
+    return [text if count == 1 else f"{text} ({count} measurements)" for text, count in found.most_common(20)]
