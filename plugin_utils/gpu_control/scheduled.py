@@ -355,11 +355,16 @@ def _look_at_inventory(settings: Settings) -> dict[str, Any]:
 
 
 def collect(files: list[str], artifacts: Path) -> tuple[int, list[str]]:
-    """Add the records of these files to those here; how many were new, and one sentence for each line that is none."""
+    """Add the records of these files to those here; how many were new, and a sentence for each that could not be read."""
     found: list[dict[str, Any]] = []
     broken = []
     for name in files:
-        for number, line in enumerate(Path(name).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            broken.append(f"{name} could not be read ({error.strerror}): did its worker come to an end?")
+            continue
+        for number, line in enumerate(lines, 1):
             try:
                 one = json.loads(line)
                 found.append(one | {"run_id": str(one["run_id"]), "host": str(one["host"])})
