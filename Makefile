@@ -18,7 +18,7 @@ PYTEST_ARGS ?= $(if $(CI),--reruns 1)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule rehearsal rehearsal-instants bench test-gpu mutants docs score clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule rehearsal rehearsal-instants bench test-gpu control-kills mutants docs score clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -90,6 +90,9 @@ bench: simulator  ## Measure: ratios against the one-liner
 
 test-gpu: setup  ## Tests that need a real NVIDIA GPU
 	$(BIN)/python -m pytest tests/gpu -s $(PYTEST_ARGS)
+
+control-kills: simulator  ## Kill the control process at 100 random instants of a reset
+	CONTROL_KILLS=100 $(BIN)/python -m pytest tests/lab/test_control_killed.py -s $(PYTEST_ARGS)
 
 mutants: simulator  ## Put known faults in on purpose; each must make a test fail
 	$(BIN)/python -m tests.mutants

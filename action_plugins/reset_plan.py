@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY / "plugin_utils") not in sys.path:
     sys.path.append(str(REPOSITORY / "plugin_utils"))
 
-from gpu_control import breaker, records, rolling  # noqa: E402
+from gpu_control import breaker, hooks, records, rolling  # noqa: E402
 
 ROLE = "gpu_reset"
 CLEAR = "Look at those hosts, then say -e reset_breaker_clear=true with the next run"
@@ -54,6 +54,9 @@ class ActionModule(ActionBase):
         switches = {name: validated.validated_parameters.get(name) for name in rolling.SWITCHES}
         if not isinstance(given.get("restart_servers", []), list):
             raise Refused('restart_servers is no list; name servers with -e \'{"restart_servers": ["name"]}\'.')
+        values = {name: self._templar.template(task_vars[name]) for name in hooks.VARIABLES if name in task_vars}
+        if problems := hooks.problems(values):
+            raise Refused(" ".join(problems))
         hosts = list(task_vars["ansible_play_hosts_all"])
         held_out = rolling.held_out(switches["reset_held_out"] or [], task_vars["groups"])
         now = time.time()
@@ -88,10 +91,9 @@ class ActionModule(ActionBase):
             raise Refused(
                 f"the role {ROLE} has no variable {', '.join(sorted(unknown))}. It knows {', '.join(sorted(options))}."
             )
-        if wrong := rolling.unknown_switches(task_vars):
-            raise Refused(
-                f"there is no variable {', '.join(wrong)}. The plays know {', '.join(sorted(rolling.SWITCHES))}."
-            )
+        known = [*rolling.SWITCHES, *hooks.VARIABLES]
+        if wrong := rolling.unknown_switches(task_vars, known):
+            raise Refused(f"there is no variable {', '.join(wrong)}. The plays know {', '.join(sorted(known))}.")
 
     def _nodes(self, hostvars: Mapping[str, Mapping[str, Any]]) -> Any:
         """The hosts that share a host's server."""

@@ -113,7 +113,7 @@ class Gate:
 
     def _count(self, kind: str) -> None:
         counted = self.tally.count(self.host, kind)
-        worse = tuple(host for host, one in counted.items() if one == breaker.NEWLY_DIRTY)
+        worse = tuple(sorted(host for host, one in counted.items() if one == breaker.NEWLY_DIRTY))
         hosts = self.plan["count"] - sum(one == breaker.SKIPPED for one in counted.values())
         if not worse or not breaker.too_many(len(worse), hosts, self.plan["share"]) or self.tally.stopped():
             return

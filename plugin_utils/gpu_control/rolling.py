@@ -26,21 +26,17 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "reset_schedule_name": {"type": "str"},
     "restart_servers": {"type": "list", "elements": "str"},
 }
-# Variables of these roles and hooks share the prefix and are theirs to check.
-OTHERS = ("reset_schedule_", "reset_hook", "reset_plan")
+ROLES = ("reset_schedule_",)  # their variables share the prefix, and are theirs to check
 
 
 class Problem(ValueError):
     """A switch that makes no sense; the text names it, what was found, and what to do."""
 
 
-def unknown_switches(names: Iterable[str]) -> list[str]:
+def unknown_switches(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """Variables that look like switches of the plays and are none: a misspelt one would be passed over in silence."""
-    return sorted(
-        name
-        for name in names
-        if name.startswith(("reset_", "restart_")) and name not in SWITCHES and not name.startswith(OTHERS)
-    )
+    looks_like = [name for name in names if name.startswith(("reset_", "restart_")) and not name.startswith(ROLES)]
+    return sorted(set(looks_like) - set(known))
 
 
 def not_after(value: Any, now: float) -> float | None:

@@ -120,6 +120,21 @@ def test_the_other_nodes_of_a_server_wait_for_what_comes_of_its_first_one(projec
     assert policies == {"z": "idle_only", "m": "idle_only", "a": "idle_only" if head == "skipped" else "force"}
 
 
+def test_a_hypervisor_is_left_alone_in_a_batch_too_where_the_guest_is_not_told_from_the_others(project):
+    ownerless = {
+        "verdict": "dirty",
+        "reason": "memory",
+        "gpus": [{"index": 0, "uuid": "G", "verdict": "unowned_memory"}],
+    }
+    project.host("guest", ownerless, gpu_hypervisor="pve", gpu_hypervisor_guest="/lxc")
+    project.host("other")
+    project.host("pve", TOUCHED)
+    outcome = project.play(*variables(reset_serial=1), "--limit", "guest,other")
+    assert (outcome.status, outcome.last_line) == (2, "Verdicts - dirty: guest; clean: other")
+    assert [one["host"] for one in outcome.records] == ["guest", "other"]
+    assert "Nothing was done on pve: gpu_hypervisor_guest of guest is" in text(outcome)
+
+
 def test_a_host_whose_turn_comes_after_the_window_is_not_touched(project):
     late = project.folder / "plugin_utils/gpu_control/gate.py"
     late.write_text(late.read_text().replace("float] = time.time", "float] = lambda: time.time() + 7200"))

@@ -168,8 +168,8 @@ def test_what_is_no_share_is_refused(value):
 
 
 def test_a_misspelt_switch_is_found_and_variables_of_others_are_left_to_them():
-    names = ["reset_serial", "reset_sreial", "restart_server", "reset_schedule_folder", "reset_hook", "sglang_port"]
-    assert rolling.unknown_switches(names) == ["reset_sreial", "restart_server"]
+    names = ["reset_serial", "reset_sreial", "restart_server", "reset_schedule_folder", "sglang_port"]
+    assert rolling.unknown_switches(names, rolling.SWITCHES) == ["reset_sreial", "restart_server"]
 
 
 # The breaker
