@@ -156,7 +156,10 @@ def _speed_up(host: Any, rows: Any, names: Any, styles: Any, name: str, where: s
             axes.errorbar(x, y, yerr=ends, color=style.colour, marker=style.marker, linestyle=style.line, capsize=4,
                           label=one, markerfacecolor="white", markeredgewidth=1.6)  # fmt: skip
         axes.set_ylabel("times the baseline")
-        axes.set_ylim(bottom=0)
+        highest = max(
+            row["speed_up_high"] or row["speed_up"] for one in shown for _, row in _line(rows, one, "speed_up")
+        )
+        axes.set_ylim(0, max(highest, 1) * 1.1)
         _concurrency_axis(axes, everything)
         _legend(axes, len(shown))
 
@@ -223,7 +226,7 @@ def _bars(
 
 def _accept_length(host: Any, rows: Any, names: Any, styles: Any, name: str, where: str) -> Chart | None:
     shown = [one for one in names if any(row["variant"] == one and row["speculates"] for row in rows)]
-    if not shown:
+    if not any(row["accept_length"] is not None for row in rows if row["speculates"]):
         return None
     groups = _concurrencies(rows)
     cells = {(row["variant"], row["concurrency"]): row for row in rows}

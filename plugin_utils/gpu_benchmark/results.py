@@ -261,9 +261,8 @@ def _explanations(variants: Sequence[Variant], rows: Sequence[Mapping[str, Any]]
                     )
                     if not value
                 ]
-                sentence = (
-                    f"The {' and the '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not measurable here."
-                )
+                listed = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
+                sentence = f"Not measurable here: {listed}."
                 result.append({**place, "measured": row["speed_up"], "sentences": [sentence]})
                 continue
             sentences = explained.sentences()

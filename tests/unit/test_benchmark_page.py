@@ -11,6 +11,7 @@ from gpu_benchmark import report
 from tests import browser
 
 from . import benchmark_run
+from .test_benchmark_report import NOT_MEASURED
 
 pytestmark = pytest.mark.skipif(
     browser.path() is None and not os.environ.get("CI"), reason="no Chromium: apt-get install chromium"
@@ -55,6 +56,14 @@ def test_the_page_opens_without_an_error_asks_for_nothing_and_fits(tab, page, wi
     assert tab.evaluate("document.querySelector('.verdict p').textContent").startswith("Enable with 2 steps")
     assert tab.evaluate("document.querySelectorAll('figure svg').length") == 5
     assert tab.evaluate("[...document.querySelectorAll('svg')].every(one => one.getBoundingClientRect().width > 250)")
+
+
+def test_a_page_of_figures_that_could_not_be_measured_fits_as_well(tab, tmp_path):
+    run = benchmark_run.make(tmp_path, "bare", rounds=1, data=NOT_MEASURED)
+    report.write(run)
+    for width, mobile in ((1280, False), (320, True)):
+        tab.open(run.folder / "report.html", width, 900, mobile)
+        assert tab.evaluate(OVERFLOW) == [] and tab.complaints() == []
 
 
 def test_text_is_large_enough_on_a_phone(tab, page):
