@@ -355,7 +355,7 @@ def _look_at_inventory(settings: Settings) -> dict[str, Any]:
 
 
 def collect(files: list[str], artifacts: Path) -> tuple[int, list[str]]:
-    """Add the records of these files to those here; how many were new, and a sentence for each that could not be read."""
+    """Add the records of these files to those here; how many were new, and what could not be read."""
     found: list[dict[str, Any]] = []
     broken = []
     for name in files:
