@@ -56,7 +56,7 @@ unit: setup  ## Unit tests
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
 # What decides whom a reset ends, and the tests of it alone: other tests may not lend their coverage.
-DECIDES_A_KILL := command_line ending managers processes scope signals survey
+DECIDES_A_KILL := command_line ending managers policy processes scope signals survey
 empty :=
 comma := ,
 kill-coverage: setup  ## Branch coverage of the code that decides a kill: 95 % or more

@@ -92,6 +92,55 @@ MUTANTS = (
         "free",
         ("tests/unit/test_ending.py",),
     ),
+    Mutant(
+        "idle_only ignores the queue",
+        f"{PACKAGE}/policy.py",
+        "return (state.running or 0) + (state.waiting or 0)",
+        "return state.running or 0",
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "requests that are not told taken for none",
+        f"{PACKAGE}/policy.py",
+        "if state.running is None and state.waiting is None:\n        return None",
+        "if state.running is None and state.waiting is None:\n        return 0",
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "zombies_only takes a hung server whose memory can't be read",
+        f"{PACKAGE}/policy.py",
+        'state.state == "hung" and bool(state.memory_mib)',
+        'state.state == "hung" and state.memory_mib != 0',
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "no second look before the end",
+        f"{PACKAGE}/policy.py",
+        "            self._decision = self._look(chosen, readings)\n            if self._decision.skip or",
+        "            if self._decision.skip or",
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "a drain that does not wait",
+        f"{PACKAGE}/policy.py",
+        "        if not self._decision.wait_for and not self.taken:",
+        "        if not self.taken:",
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "a server that starts put back into the router",
+        f"{PACKAGE}/policy.py",
+        'state.state in ("idle", "busy") and not state.draining',
+        'state.state in ("idle", "busy", "starting") and not state.draining',
+        ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "taken out of the router without a note",
+        f"{PACKAGE}/policy.py",
+        "                    router.write_note(self._state_folder, known)\n",
+        "",
+        ("tests/unit/test_policy.py",),
+    ),
 )
 
 
