@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.action import ActionBase
+from ansible.plugins.loader import lookup_loader
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY / "plugin_utils") not in sys.path:
@@ -58,7 +59,7 @@ class ActionModule(ActionBase):
         if problems := hooks.problems(values):
             raise Refused(" ".join(problems))
         hosts = list(task_vars["ansible_play_hosts_all"])
-        held_out = rolling.held_out(switches["reset_held_out"] or [], task_vars["groups"])
+        held_out = rolling.held_out(switches["reset_held_out"] or [], self._matcher(task_vars), task_vars["groups"])
         now = time.time()
         plan: dict[str, Any] = {
             "id": records.new_run_id(now),
@@ -94,6 +95,11 @@ class ActionModule(ActionBase):
         known = [*rolling.SWITCHES, *hooks.VARIABLES]
         if wrong := rolling.unknown_switches(task_vars, known):
             raise Refused(f"there is no variable {', '.join(wrong)}. The plays know {', '.join(sorted(known))}.")
+
+    def _matcher(self, task_vars: dict[str, Any]) -> Callable[[str], list[str]]:
+        """The hosts of a pattern, as Ansible reads it."""
+        lookup = lookup_loader.get("ansible.builtin.inventory_hostnames", loader=self._loader, templar=self._templar)
+        return lambda pattern: list(lookup.run([pattern], variables=task_vars))
 
     def _nodes(self, hostvars: Mapping[str, Mapping[str, Any]]) -> Any:
         """The hosts that share a host's server."""

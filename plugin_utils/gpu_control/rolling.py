@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from fnmatch import fnmatchcase
 from typing import Any
 
 DEFAULT_SHARE = 0.2
@@ -161,26 +160,19 @@ def batches(parts: Sequence[Sequence[str]], most: Sequence[int]) -> list[list[st
     return [*result, current] if current else result
 
 
-def held_out(wanted: Iterable[str], groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """The hosts that are held out: ``wanted`` names hosts, groups, or patterns of either with * and ?.
+def held_out(wanted: Iterable[str], match: Callable[[str], Sequence[str]], groups: Iterable[str]) -> list[str]:
+    """The hosts that are held out: ``match`` gives those of a host pattern, a name or a group most of the time.
 
     Raises Problem for what the inventory does not have: a misspelt host would be reset.
     """
-    hosts = groups.get("all", ())
-    found: dict[str, None] = {}
-    unknown = []
-    for one in wanted:
-        names = [host for host in hosts if fnmatchcase(host, one)]
-        names += [host for group, members in groups.items() if fnmatchcase(group, one) for host in members]
-        found.update(dict.fromkeys(names))
-        if not names and one not in groups:
-            unknown.append(one)
-    if unknown:
+    wanted = list(wanted)
+    found = {one: match(one) for one in wanted}
+    if unknown := [one for one in wanted if not found[one] and one not in set(groups)]:
         raise Problem(
             f"reset_held_out names {', '.join(unknown)}, and the inventory has no such host or group: see"
             " ansible-inventory --graph."
         )
-    return list(found)
+    return list(dict.fromkeys(host for hosts in found.values() for host in hosts))
 
 
 def why_left_out(

@@ -36,7 +36,7 @@ def test_no_batch_stops_the_others_whatever_becomes_of_its_hosts(project):
     project.host("kept", {"verdict": "skipped", "reason": "2 requests are running"})
     project.host("good")
     project.host("out", TOUCHED)
-    outcome = project.play(*variables(reset_serial=1, reset_held_out=["out"], reset_schedule_name="nightly"))
+    outcome = project.play(*variables(reset_serial=1, reset_held_out=["ou*:!good"], reset_schedule_name="nightly"))
     assert (
         outcome.last_line == "Verdicts - dirty: bad; unreachable: gone; unknown: odd; skipped: kept, out; clean: good"
     )
@@ -166,6 +166,6 @@ def test_a_run_that_makes_no_sense_is_refused_in_one_sentence_and_every_host_nam
     project.host("a", TOUCHED)
     project.host("b", TOUCHED)
     outcome = project.play(*variables(**values))
-    assert (outcome.status, outcome.last_line) == (2, "Verdicts - skipped: a, b")
+    assert outcome.status == 2 and "Verdicts - skipped: a, b" in outcome.output
     assert f"a, b: skipped - Nothing was done: {sentence}" in text(outcome)
     assert outcome.records == [] and "the host was touched" not in outcome.output
