@@ -92,6 +92,7 @@ class CallbackModule(CallbackBase):
             self._take(result)
         elif _calls(result.task, PLAN):
             self._plan = dict(result.result)
+            self._run["play"] = self._plan["id"]
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         host = result.host.name

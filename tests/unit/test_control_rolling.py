@@ -65,6 +65,7 @@ def test_hosts_that_become_dirty_stop_the_run_and_all_further_ones_until_a_perso
     assert "more than 50%" in stopped.records[-1]["reason"]
     kept = json.loads((project.folder / "artifacts/breaker.json").read_text())["stopped"]
     assert [one["newly_dirty"] for one in kept] == [["a", "b", "c", "d"]]
+    assert {one["play"] for one in stopped.records} == {kept[0]["play"]}
 
     refused = project.play("--limit", "a", *CONSENT)
     assert (refused.status, refused.last_line) == (2, "Verdicts - skipped: a")
