@@ -510,7 +510,7 @@ def benchmark_problems(params: dict[str, Any]) -> list[str]:
     ):
         if params[name] < least:
             found.append(f"{name}: {params[name]} is too small; give {least} or more {what}.")
-    if params["num_prompts"] and params["num_prompts"] < params["concurrency"]:
+    if 0 < params["num_prompts"] < params["concurrency"]:
         found.append(
             f"num_prompts: {params['num_prompts']} prompts can't keep {params['concurrency']} requests at a time busy; "
             "give more prompts or a lower concurrency."

@@ -175,7 +175,7 @@ def build(
         "server_arguments": {
             name: value
             for name, value in output.server_info.items()
-            if name in SERVER_ARGUMENTS or name.startswith("speculative_")
+            if (name in SERVER_ARGUMENTS or name.startswith("speculative_")) and value is not None
         },
         "clock_jump_s": round(span.clock_jump_s, 3),
         "not_measured": not_measured,

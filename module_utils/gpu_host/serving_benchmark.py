@@ -48,6 +48,9 @@ from .storage import StorageError, private_folder, write_private
 
 FOLDER = "benchmark"
 ABANDONED_SECONDS = 90.0  # without a call that follows
+FOLLOWED_SECONDS = 12.0  # between two looks of a call that follows, at most
+LOCK_SECONDS = 20.0
+IDLE_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 _LOG_BYTES = 8 << 20
 _TAIL_BYTES = 256 << 10
@@ -126,12 +129,18 @@ class _Call:
     def run(self, check_mode: bool) -> dict[str, Any]:
         if not os.path.isdir(self._folder):
             prompts = self._prompts()
-            server = self._server()
+            record = self._record()
             if check_mode:
+                server = self._server(record, Deadline(0.0))
                 what = f"{len(prompts.conversations)} prompts, {self._params['concurrency']} at a time"
-                return {"changed": False, "failed": False, "predicted": True, "measurement": None,
-                        "msg": f"{server.record.name} would be measured with {what}."}  # fmt: skip
-            self._begin(server, prompts)
+                return {
+                    "changed": False,
+                    "failed": False,
+                    "predicted": True,
+                    "measurement": None,
+                    "msg": f"{server.record.name} would be measured with {what}.",
+                }
+            self._begin(record, prompts)
         return self._follow(Deadline(self._params["patience"] or self._params["timeout"] + ABANDONED_SECONDS))
 
     # Before anything is begun
@@ -146,12 +155,16 @@ class _Call:
             raise Refused("No prompts are given; name a file in ShareGPT's format with serving_benchmark_prompts.")
         return given.first(self._params["num_prompts"], spare=bool(self._params["input_length"]))
 
-    def _server(self) -> Server:
-        """The running server by its record. Refused: there is none, it is deaf, or it is busy."""
+    def _record(self) -> ServerRecord:
         name = self._params["name"]
         record = server_record.load(self._params["state_folder"], name)
         if record is None:
             raise Refused(f"There is no record of a server {name} on this host: start it with server_launch.")
+        return record
+
+    def _server(self, record: ServerRecord, deadline: Deadline) -> Server:
+        """The running server. Refused: there is none, it is deaf, or it is still busy at the deadline."""
+        name = record.name
         main = self._main(record)
         if main is None:
             raise Refused(f"The server {name} does not run: start it before it is measured.")
@@ -163,14 +176,18 @@ class _Call:
         key = server_http.api_key(record.argv, self._proc.environ(main.pid), record.cwd)
         tls = bool(server_http.option(record.argv, "--ssl-certfile"))
         endpoint = Endpoint(here[0].address, record.port, tls, key)
-        load = server_http.load(endpoint, Deadline(10.0))
-        if not load.answered:
-            raise Refused(f"The server {name} does not answer on port {record.port} (it is {load.trouble}).")
-        if load.load is not None and load.load.requests:
-            raise Refused(
-                f"The server {name} is busy with {load.load.requests} requests of others: measure it when nobody uses "
-                "it."
-            )
+        while True:
+            answer = server_http.load(endpoint, Deadline(10.0))
+            if not answer.answered:
+                raise Refused(f"The server {name} does not answer on port {record.port} (it is {answer.trouble}).")
+            running = answer.load.requests if answer.load is not None else None
+            if not running:
+                break
+            if deadline.expired():
+                raise Refused(
+                    f"The server {name} is busy with {running} requests of others: measure it when nobody uses it."
+                )
+            time.sleep(0.2)
         if not os.access(self._params["python"], os.X_OK):
             raise Refused(f"There is no Python {self._params['python']} on this host: correct sglang_python.")
         return Server(record, main, endpoint)
@@ -187,11 +204,13 @@ class _Call:
 
     # The measurement's process
 
-    def _begin(self, server: Server, prompts: PromptSet) -> None:
+    def _begin(self, record: ServerRecord, prompts: PromptSet) -> None:
         private_folder(self._params["state_folder"])
         private_folder(self._root)
-        lock = self._lock(server.record.name)
+        lock = self._lock(record.name)
         try:
+            # Requests of a measurement that was just given up are still being dropped.
+            server = self._server(record, Deadline(IDLE_SECONDS))
             private_folder(self._folder)
             for name in (CLIENT, DATASET):
                 write_private(os.path.join(self._folder, name), self._text(name, prompts))
@@ -217,7 +236,7 @@ class _Call:
         """One measurement of a server at a time. One that nobody follows any more is ended first."""
         path = os.path.join(self._root, f"{name}.lock")
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        wait = Deadline(20.0)
+        wait = Deadline(LOCK_SECONDS)
         while True:
             try:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +294,6 @@ class _Call:
 # Names in the folder of one measurement.
 CLIENT, DATASET, OUTPUT, NOTES = "bench_client.py", "prompts.json", "output.jsonl", "notes.jsonl"
 PRINTED, STATUS, RESULT, FOLLOWED, STOP = "printed", "status.json", "result.json", "followed", "stop"
-FOLLOWED_SECONDS = 12.0  # between two touches by whoever follows, at most
 
 
 def progress_line(params: Mapping[str, Any], status: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def test_prompts_of_ours_differ_in_length_by_more_than_a_hundred_times() -> None
     ],
 )
 def test_a_file_that_is_no_set_of_prompts_is_refused_by_what_is_wrong_with_it(content: Any, words: str) -> None:
-    with pytest.raises(PromptError, match=".") as refused:
+    with pytest.raises(PromptError, match=re.escape(words)) as refused:
         parse(content)
-    assert words in str(refused.value)
+    assert str(refused.value).endswith(".")
 
 
 def test_what_sharegpt_has_many_of_is_passed_over_and_counted() -> None:
@@ -96,12 +97,12 @@ def test_more_prompts_than_the_file_has_are_refused_and_fewer_are_the_first_ones
 
 
 def test_the_dataset_for_the_client_is_read_back_as_the_same_prompts() -> None:
-    found = parse([talk("Why \ud83d\ude00?"), talk("Quote \" and \\ and \n?")])
+    found = parse([talk("Why \ud83d\ude00?"), talk('Quote " and \\ and \n?')])
     again = prompt_set.parse(found.dataset().encode(), "dataset")
     assert (again.conversations, again.digest) == (found.conversations, found.digest)
-    assert found.digest != parse([talk("Quote \" and \\ and \n?"), talk("Why \ud83d\ude00?")]).digest
+    assert found.digest != parse([talk('Quote " and \\ and \n?'), talk("Why \ud83d\ude00?")]).digest
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="nothing.json can't be read: No such file"):
+    with pytest.raises(PromptError, match=r"nothing\.json can't be read: No such file"):
         prompt_set.load(str(tmp_path / "nothing.json"))

@@ -2,7 +2,8 @@
 
 Options, order of events, report and its odd parts (the bare Infinity) are those of 0.5.23; what is missing is every
 other backend and data set, and a real tokenizer: words are tokens here. SGLANG_STANDIN_CLIENT chooses what goes wrong:
-import, exit, silent (no report), nan, cut, twice, missing, slow (never ends).
+import, exit, silent (no report), nan, cut, twice, missing, slow (never ends); SGLANG_STANDIN_CLIENT_PAUSE how many
+seconds pass between the flush and the first request (default 1, as in the real one).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAULT = os.environ.get("SGLANG_STANDIN_CLIENT", "")
+PAUSE = float(os.environ.get("SGLANG_STANDIN_CLIENT_PAUSE", "1"))
 if FAULT == "import":
     raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
 
@@ -210,7 +212,7 @@ def benchmark(args: argparse.Namespace, server: Server, rows: list[DatasetRow]) 
             status, _ = server.ask("POST", "/flush_cache")
             if status != 200:
                 raise OSError(f"{status} Client Error: Bad Request for url: {args.base_url}/flush_cache?timeout=60.0")
-        time.sleep(1.0)
+        time.sleep(PAUSE)
         began = time.perf_counter()
         outputs = []
         for output in pool.map(lambda row: server.generate(args, row, row.output_len), rows):

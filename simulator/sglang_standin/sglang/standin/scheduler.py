@@ -480,6 +480,7 @@ class Engine:
         elif kind == "abort":
             self.running = [request for request in self.running if request.rid != message["rid"]]
             self.waiting = [request for request in self.waiting if request.rid != message["rid"]]
+            self.outputs.send([(message["rid"], 0, None, self._snapshot())])
         elif kind == "state":
             self.control.send((message["rid"], self._state()))
         elif kind == "flush":

@@ -34,6 +34,7 @@ How long things take, in seconds; SPEED (default 1) divides them all
     NO_SPEC_META        1: answers tell nothing of acceptance, as in older versions
 
 What goes wrong
+    REFUSE_EVERY        of the streamed requests one in so many is answered 503 (default 0: none)
     DIE_AFTER_REQUESTS  the scheduler dies when it has answered so many requests (default 0: never)
     IGNORE_TERM         1: main ignores SIGTERM, in every phase
     OUTLIVE_MAIN        1: workers do not ask the kernel to die with main (they did not in every version)
@@ -62,7 +63,13 @@ TEXTS = {
     "FAIL": "",
 }
 FLAGS = ("BLANK_ENVIRON", "NO_GPU", "IGNORE_TERM", "OUTLIVE_MAIN", "NO_SPEC_META")
-NUMBERS = {"INDUCTOR_WORKERS": 2, "MEMORY_MIB": 76000, "MAX_CONTEXT": 262144, "DIE_AFTER_REQUESTS": 0}
+NUMBERS = {
+    "INDUCTOR_WORKERS": 2,
+    "MEMORY_MIB": 76000,
+    "MAX_CONTEXT": 262144,
+    "DIE_AFTER_REQUESTS": 0,
+    "REFUSE_EVERY": 0,
+}
 SECONDS = {
     "IMPORT_SECONDS": 0.1,
     "INIT_SECONDS": 0.05,
@@ -88,6 +95,8 @@ SECONDS = {
     "VERIFY_MORE_SECONDS": 0.0,
     "PREFILL_SECONDS": 0.05,
 }
+CLIENTS = ("CLIENT", "CLIENT_PAUSE")
+"""Settings of the benchmark client, which may stand in a server's environment too."""
 PHASES = ("import", "init", "weights", "draft", "pool", "capture")
 
 
@@ -103,6 +112,7 @@ class Settings:
     memory_mib: int
     max_context: int
     die_after_requests: int
+    refuse_every: int
     import_seconds: float
     init_seconds: float
     load_seconds: float
@@ -133,7 +143,7 @@ class Settings:
         def value(name: str, default: object) -> str:
             return given.get(PREFIX + name) or str(default)
 
-        known = {*TEXTS, *FLAGS, *NUMBERS, *SECONDS, "SPEED", "HEALTH_TIMEOUT_SECONDS", "ACCEPT_LENGTH"}
+        known = {*TEXTS, *FLAGS, *NUMBERS, *SECONDS, *CLIENTS, "SPEED", "HEALTH_TIMEOUT_SECONDS", "ACCEPT_LENGTH"}
         unknown = sorted(n for n in given if n.startswith(PREFIX) and n[len(PREFIX) :] not in known)
         if unknown:
             raise SystemExit(f"the stand-in server has no setting {', '.join(unknown)}; see standin/settings.py")

@@ -51,6 +51,7 @@ class Frontend:
         self.answers: dict[str, SimpleQueue[Any]] = {}
         self.lock = threading.Lock()
         self.turn = itertools.count()
+        self.streams = itertools.count(1)
         self.last_receive = 0.0
         self.status = "Starting"
         self.exiting = False
@@ -104,11 +105,11 @@ class Frontend:
         rid = uuid.uuid4().hex
         queue: SimpleQueue[Any] = SimpleQueue()
         self.in_flight[rid] = queue
+        finished = None
         try:
             self.send(
                 {"kind": "generate", "rid": rid, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
             )
-            finished = None
             while finished is None:
                 try:
                     made, finished = queue.get(timeout=self.settings.disconnect_seconds)
@@ -118,7 +119,6 @@ class Frontend:
                             "[http_server] Error: Request is disconnected from the client side (type 1). "
                             f"Abort request obj.rid='{rid}'"
                         )
-                        self.send({"kind": "abort", "rid": rid})
                         raise Disconnected from None
                     continue
                 if finished is not None:
@@ -126,6 +126,8 @@ class Frontend:
                 yield made, finished
         finally:
             self.in_flight.pop(rid, None)
+            if finished is None:
+                self.send({"kind": "abort", "rid": rid})
 
     def health(self, path: str) -> int:
         """HTTP status of /health and /health_generate."""
@@ -484,6 +486,9 @@ def _handler(
 
         def _generate(self, wanted: _Wanted) -> None:
             began = time.time()
+            if wanted.stream and settings.refuse_every and next(frontend.streams) % settings.refuse_every == 0:
+                self._json({"error": {"message": "The server is too busy."}}, 503)
+                return
             if wanted.stream:
                 self._stream(wanted, began)
                 return
