@@ -24,7 +24,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
 
 from gpu_control import breaker, health, hooks, lean, measuring, progress, records, reports  # noqa: E402
 from gpu_control import gate as gates  # noqa: E402
-from gpu_host import arguments, nccl_environment, staging_sources  # noqa: E402
+from gpu_host import arguments, data_jobs, nccl_environment, staging_sources  # noqa: E402
 
 # Module name: argument spec, and the module of gpu_host whose run() does the work.
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
@@ -42,6 +42,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "nccl_environment": (arguments.NCCL_ENVIRONMENT, "nccl_environment"),
     "model_staging": (arguments.MODEL_STAGING, "staging"),
     "serving_benchmark": (arguments.SERVING_BENCHMARK, "serving_benchmark"),
+    "data_jobs": (arguments.DATA_JOBS, "data_jobs"),
 }
 
 # What narrows or describes a host: without it a call could end processes that the inventory leaves out.
@@ -89,6 +90,8 @@ class ActionModule(ActionBase):
         problems = validated.error_messages or arguments.problems(validated.validated_parameters)
         if name == "nccl_environment" and not problems:
             problems = nccl_environment.problems(validated.validated_parameters)
+        if name == "data_jobs" and not problems:
+            problems = data_jobs.problems(validated.validated_parameters)
         if name == "model_staging" and not problems:
             problems = staging_sources.problems(validated.validated_parameters)
         if name == "serving_benchmark" and not problems:
@@ -137,6 +140,8 @@ class ActionModule(ActionBase):
             returned = progress.follow(call, display.display, host)
         if name == "serving_benchmark":
             returned = measuring.completed(returned)
+        for line in returned.pop("told", []):
+            display.display(f"  {host}: {line}")
         if name == "gpu_host_info" and not self._task.async_val:
             returned["report"] = reports.write(host, returned)
         hidden = {option for option, facts in spec.items() if facts.get("no_log")}

@@ -388,6 +388,40 @@ SERVING_BENCHMARK: dict[str, dict[str, Any]] = {
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
 }
 
+DATA_JOBS: dict[str, dict[str, Any]] = {
+    "jobs": {
+        "type": "list",
+        "elements": "dict",
+        "default": [],
+        "options": {
+            "name": {"type": "str", "required": True},
+            "command": _strings(),
+            "resume_command": _strings(),
+            "user": {"type": "str", "default": ""},
+            "folder": {"type": "str", "default": ""},
+            "environment": {"type": "dict", "default": {}},
+            "environment_file": {"type": "str", "default": ""},
+            "cpus": {"type": "float", "default": 0},
+            "memory_mib": {"type": "int", "default": 0},
+            "max_seconds": {"type": "float", "default": 0},
+            "after": _strings(),
+        },
+    },
+    "state": {"type": "str", "choices": ["started", "stopped", "status"], "default": "started"},
+    "only": _strings(),
+    "again": _strings(),
+    "wait": {"type": "bool", "default": False},
+    "slice": {"type": "str", "default": "datajobs.slice"},
+    "log_folder": {"type": "str", "default": "/var/log/data-jobs"},
+    "grace": {"type": "float", "default": 30},
+    "patience": {"type": "float", "default": 0},
+    "task": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+    "server_modules": _strings(processes.SERVER_MODULES),
+    "server_commands": _strings(processes.SERVER_COMMANDS),
+    "server_titles": _strings(processes.SERVER_TITLES),
+}
+
 _SECONDS = (
     "grace",
     "kill_timeout",

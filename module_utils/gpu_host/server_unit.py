@@ -77,13 +77,13 @@ def unit(plan: UnitPlan) -> str:
 
 
 # SGLang prints its key in the server_args line; the log file is 0600, the journal is open to more.
-_MASK_KEYS = r"""s/(api_key['"]?[=:] ?)('[^']*'|"[^"]*")/\1'***'/g"""
+MASK_KEYS = r"""s/(api_key['"]?[=:] ?)('[^']*'|"[^"]*")/\1'***'/g"""
 
 
 def journal_unit(plan: UnitPlan) -> str:
     """Copies the log file into the journal: systemd sends an output to one place only."""
     follow = f"tail --lines=0 --follow=name --retry {shlex.quote(plan.log)}"
-    script = f"{follow} | sed --unbuffered --regexp-extended {shlex.quote(_MASK_KEYS)}"
+    script = f"{follow} | sed --unbuffered --regexp-extended {shlex.quote(MASK_KEYS)}"
     lines = [
         "[Unit]",
         f"Description=Log of the SGLang server {plan.name}, copied into the journal",
@@ -143,9 +143,9 @@ def watch_timer(name: str, every: float) -> str:
     return HEADER.replace("server_launch", "server_watch") + "\n".join(lines) + "\n"
 
 
-def environment_text(variables: Mapping[str, str]) -> str:
+def environment_text(variables: Mapping[str, str], header: str = HEADER) -> str:
     """NAME=value lines as EnvironmentFile= reads them, in the order of their names."""
-    return HEADER + "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(variables.items()))
+    return header + "".join(f"{name}={_quoted(value)}\n" for name, value in sorted(variables.items()))
 
 
 def _quoted(value: str) -> str:

@@ -17,7 +17,12 @@ from gpu_host import arguments
 ROOT = Path(__file__).resolve().parent.parent.parent
 ROLES = sorted(path.parent.parent for path in ROOT.glob("roles/*/meta/argument_specs.yml"))
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
-MODULES = {"gpu_reset": arguments.GPU_RESET, "gpu_memory": arguments.GPU_MEMORY, "server_info": arguments.SERVER_INFO}
+MODULES = {
+    "gpu_reset": arguments.GPU_RESET,
+    "gpu_memory": arguments.GPU_MEMORY,
+    "server_info": arguments.SERVER_INFO,
+    "data_jobs": arguments.DATA_JOBS,
+}
 
 
 def problems(spec: dict = arguments.GPU_RESET, **given) -> list[str]:
