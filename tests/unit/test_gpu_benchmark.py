@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from tests.gpu import benchmark_run
 from tests.gpu.driver import benchmark, procs
 
 WARM_CLIENT = Path(benchmark.servers.HERE) / "warm_client.py"
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECORDED = REPOSITORY / "tests" / "gpu" / "recorded" / "h200-benchmark-2026-11-29.jsonl"
 
 
 def measurement(
-    variant: str, round_: int, rate: float, accept: float | None, probe: float, log: float
+    variant: str, round_: int, rate: float, accept: float | None, log: float, client: float, probe: float = 0.0
 ) -> dict[str, Any]:
+    measured = {"output_tokens_per_s": rate, "accept_length": accept, "step_ms": client}
     return {
         "kind": "measurement",
         "variant": variant,
@@ -28,7 +32,7 @@ def measurement(
         "repeat": 1,
         "probe_step_ms": probe,
         "log_step_ms": log,
-        "result": {"failed": False, "measurement": {"output_tokens_per_s": rate, "accept_length": accept}},
+        "result": {"failed": False, "measurement": measured},
     }
 
 
@@ -63,19 +67,87 @@ def test_the_logs_step_is_of_lines_with_all_requests_running() -> None:
     assert benchmark.log_step_ms([idle_before], 4) is None
 
 
-def test_the_speed_up_is_predicted_from_accept_length_and_steps_alone() -> None:
+def test_the_speed_up_is_predicted_within_each_round_from_accept_length_and_steps_alone() -> None:
     lines = [
         measurement("baseline", 1, 500.0, None, 2.0, 2.1),
         measurement("accept-3", 1, 612.0, 3.0, 5.0, 5.0),
-        measurement("baseline", 2, 400.0, None, 2.0, 2.1),
-        measurement("accept-3", 2, 480.0, 3.0, 5.0, 5.0),
+        # All is twice as slow in this round.
+        measurement("baseline", 2, 250.0, None, 4.0, 4.2),
+        measurement("accept-3", 2, 300.0, 3.0, 10.0, 10.0),
         measurement("accept-3", 3, 999.0, 3.0, 5.0, 5.0),  # its round has no baseline: the time was up
     ]
     (one,) = benchmark.predictions(lines)
     assert one["measured"] == pytest.approx((1.224 + 1.2) / 2)
-    assert one["probe_predicted"] == pytest.approx(3.0 * 2.0 / 5.0)
-    assert one["log_predicted"] == pytest.approx(3.0 * 2.1 / 5.0)
+    assert one["log_predicted"] == pytest.approx(3.0 * 2.0 / 5.0)
+    assert one["log_ratio"] == pytest.approx((1.2 / 1.224 + 1.2 / 1.2) / 2)
+    assert one["client_predicted"] == pytest.approx(3.0 * 2.1 / 5.0)
+    assert "probe_predicted" not in one
     assert one["rounds"] == 2
+
+
+# What was recorded
+
+
+@cache
+def recorded() -> list[dict[str, Any]]:
+    return benchmark_run.lines_of(RECORDED)
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [line for line in recorded() if line["kind"] == kind]
+
+
+def derived() -> list[dict[str, Any]]:
+    """The predictions, with each step time derived again from raw lines: the server's log, its answers to probes."""
+    lines = []
+    for line in of_kind("measurement"):
+        concurrency = line["result"]["measurement"]["concurrency"]
+        steps = {
+            "log_step_ms": benchmark.log_step_ms(line["log"], concurrency),
+            "probe_step_ms": benchmark.step_ms(line["probe"]),
+        }
+        assert steps == {name: pytest.approx(line[name]) for name in steps}
+        lines.append({**line, **steps})
+    return benchmark.predictions(lines)
+
+
+def test_a_real_gpu_was_measured_at_three_simulated_accept_lengths_and_two_loads() -> None:
+    found = {(one["variant"], one["cell"]): one for one in derived()}
+    assert len(found) == 6 and all(one["rounds"] >= 4 for one in found.values())
+    for (variant, _), one in found.items():
+        assert one["accept_length"] == pytest.approx(float(variant.removeprefix("accept-")), rel=0.03)
+    (reading,) = of_kind("reading")
+    assert "H200" in reading["reading"]["nvidia_smi"]["out"]
+
+
+@pytest.mark.parametrize("way", ["log", "client"])
+def test_with_the_steps_of_the_same_requests_the_arithmetic_predicts_the_speed_up_within_5_percent(way: str) -> None:
+    ratios = {(one["variant"], one["cell"]): one[f"{way}_ratio"] for one in derived()}
+    assert len(ratios) == 6
+    assert {key: ratio for key, ratio in ratios.items() if abs(ratio - 1) > benchmark.WITHIN} == {}
+
+
+def test_the_client_divides_its_decoding_time_by_the_servers_count_of_steps() -> None:
+    for line in of_kind("measurement"):
+        measured = line["result"]["measurement"]
+        decoding = sum(one["latency_ms"] - one["ttft_ms"] for one in measured["per_request"])
+        tokens = sum(one["output_tokens"] - 1 for one in measured["per_request"])
+        assert measured["step_ms"] == pytest.approx(decoding / (measured["verify_steps"] or tokens), rel=1e-3)
+
+
+def test_the_rule_that_the_session_was_run_with_failed_six_times_and_the_documents_say_so() -> None:
+    """Its steps were those of streams sent before each measurement, their medians over all rounds."""
+    misses = [one for one in of_kind("check") if not one["ok"]]
+    assert len(misses) == 6 and all("the arithmetic predicts" in one["sentence"] for one in misses)
+    told = of_kind("prediction")
+    assert all(abs(one["probe_predicted"] / one["measured"] - 1) > benchmark.WITHIN for one in told)
+    # Those steps taken within each round miss as well, but for one.
+    assert sum(abs(one["probe_ratio"] - 1) > benchmark.WITHIN for one in derived()) == 5
+    text = " ".join((REPOSITORY / "tests" / "gpu" / "README.md").read_text().split())
+    assert "the check failed in all six cases" in text and "after the data were seen" in text
+    for one in derived():
+        for way in ("log", "client"):
+            assert f"{one[f'{way}_ratio']:.3f}" in text
 
 
 def test_every_variant_comes_first_once_in_as_many_rounds() -> None:
