@@ -30,19 +30,22 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     simulator("stop", folder)
 
 
-def reset(host: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict]:
-    """Run the play; returns it and the newest record."""
-    artifacts = host.parent / "artifacts"
-    done = subprocess.run(
-        ["ansible-playbook", "playbooks/reset.yml", *arguments],
+def play(host: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["ansible-playbook", f"playbooks/{name}.yml", *arguments],
         cwd=ROOT,
-        env={**os.environ, "SIMULATED_HOST": str(host), "GPU_ARTIFACTS": str(artifacts)},
+        env={**os.environ, "SIMULATED_HOST": str(host), "GPU_ARTIFACTS": str(host.parent / "artifacts")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    file = artifacts / "resets.jsonl"
+
+
+def reset(host: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+    """Run the play; returns it and the newest record."""
+    done = play(host, "reset", *arguments)
+    file = host.parent / "artifacts/resets.jsonl"
     return done, json.loads(file.read_text().splitlines()[-1]) if file.exists() else {}
 
 
@@ -59,6 +62,8 @@ def test_check_mode_then_a_reset_then_nothing_left_to_do(host):
     assert alive(host).keys() == before.keys()
     assert "would be killed" in checked.stdout
     predicted = json.loads((host.parent / "artifacts/last-reset.json").read_text())[0]
+    memory = play(host, "report-gpus")
+    assert "1 host SIMULATED (1 read) - 8 GPUs, 8 with processes" in memory.stdout, memory.stdout
     assert not (host.parent / "artifacts/resets.jsonl").exists()
 
     done, record = reset(host)
@@ -75,3 +80,9 @@ def test_check_mode_then_a_reset_then_nothing_left_to_do(host):
     assert again.returncode == 0
     assert "changed=0" in again.stdout
     assert (record["verdict"], record["killed"], record["cleaned"]) == ("clean", [], [])
+
+    reports = [play(host, "report-gpus"), play(host, "report-resets")]
+    assert [one.returncode for one in reports] == [0, 0]
+    assert re.search(r"8 GPUs, \d with processes; \d+ of 783 096 MiB used", reports[0].stdout), reports[0].stdout
+    assert "2 resets of 1 host SIMULATED on record" in reports[1].stdout, reports[1].stdout
+    assert {"gpus.json", "resets.html"} <= {file.name for file in (host.parent / "artifacts").iterdir()}
