@@ -78,7 +78,7 @@ class Arithmetic:
 
 
 def explain(variant: Mapping[str, Any], baseline: Mapping[str, Any]) -> Arithmetic | None:
-    """From the two rows of the table at one load; None where a figure is not measurable."""
+    """From the figures of the two at one load; None where one is not measurable."""
     accept, step = variant.get("accept_length"), variant.get("step_ms")
     before = baseline.get("step_ms")
     if not accept or not step or not before:

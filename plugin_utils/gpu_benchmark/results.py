@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 import yaml
@@ -72,23 +72,26 @@ def host_results(run: Run, host: str, earlier: Run | None = None) -> dict[str, A
     measured = run.measurements(host)
     failures = [asdict(one) for one in run.failures(host)]
     found = verdict.judge(variants, cells, measured, rules)
-    rows = _rows(host, variants, cells, measured, found)
+    paired = {
+        (one.name, cell.name): _paired(measured, one, cell) for one in variants for cell in cells if one.speculates
+    }
+    rows = _rows(host, variants, cells, measured, found, paired)
     simulated = any(str(_version(one, "driver")).endswith("-simulated") for one in measured)
     return {
         "host": host,
         "simulated": simulated,
-        "verdict": _verdict(found, simulated, variants, measured, failures),
+        "verdict": _verdict(found, simulated, variants, measured, failures, kept.get("notes", ())),
         "certainty": rules.certainty,
         "smallest_effect": rules.smallest_effect,
         "loads": [_load(cell) for cell in cells if cell.concurrency == cells[0].concurrency],
         "concurrencies": sorted({cell.concurrency for cell in cells}),
         "rows": rows,
         "comparisons": [one.as_dict() for one in found.comparisons],
-        "explanations": _explanations(variants, rows),
+        "explanations": _explanations(variants, rows, paired),
         "failures": failures,
         "failed": _failed(failures),
         "variants": [_variant(one, measured) for one in variants],
-        "effort": _effort(run, host, measured),
+        "effort": _effort(run, host, measured, kept.get("starts")),
         "remarks": _remarks(measured),
         "comparison": compare.hosts(run, earlier, host, rules.certainty) if earlier else None,
     }
@@ -110,10 +113,12 @@ def _verdict(
     variants: Sequence[Variant],
     measured: Sequence[Measurement],
     failures: Sequence[Mapping[str, Any]],
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:
+    """`more`: notes that the plan itself brings."""
     there = {one.variant for one in measured}
     causes = {one["variant"]: one["cause"] for one in failures}
-    notes = list(found.notes)
+    notes = [*more, *found.notes]
     for one in variants:
         if one.name not in there:
             notes.append(f"{one.name} was not measured" + (f": {causes[one.name]}" if one.name in causes else "."))
@@ -143,6 +148,7 @@ def _rows(
     cells: Sequence[Cell],
     measured: Sequence[Measurement],
     found: verdict.Verdict,
+    paired: Mapping[tuple[str, str], Paired],
 ) -> list[dict[str, Any]]:
     compared = {(one.variant, one.cell): one for one in found.by_load}
     published = _published()
@@ -155,11 +161,34 @@ def _rows(
                 row["published_accept_length"] = _published_for(published, one)
                 made[one.name, cell.name] = row
     for (name, cell_name), row in made.items():
-        reference = made.get((row["reference"], cell_name))
-        explained = arithmetic.explain(row, reference) if reference and row["speculates"] else None
+        explained = arithmetic.explain(*paired[name, cell_name]) if row["speculates"] else None
         row["predicted_speed_up"] = (explained.predicted or explained.predicted_decode) if explained else None
         row["same_texts"] = _same_texts(measured, name, row["reference"], cell_name)
     return list(made.values())
+
+
+Paired = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _paired(measured: Sequence[Measurement], one: Variant, cell: Cell) -> Paired:
+    """What the arithmetic takes of a variant and of its reference: geometric means over the rounds that both have, of
+    the medians within each. Speed-ups are compared within rounds, so a host that changes from round to round must fall
+    out here as well."""
+    rounds: dict[str, dict[int, list[Measurement]]] = {one.name: {}, one.reference: {}}
+    for each in measured:
+        if each.cell == cell.name and each.variant in rounds:
+            rounds[each.variant].setdefault(each.round, []).append(each)
+    shared = sorted(set(rounds[one.name]) & set(rounds[one.reference]))
+
+    def figures(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"output_length": cell.output_length}
+        for key in ("accept_length", "step_ms", "ttft_mean_ms"):
+            values = [_middle(rounds[name][number], _FIGURES[key]) for number in shared]
+            known = [value for value in values if value]
+            found[key] = geometric_mean(known) if known and len(known) == len(values) else None
+        return found
+
+    return figures(one.name), figures(one.reference)
 
 
 def _row(
@@ -241,23 +270,25 @@ def _published_for(book: Sequence[Mapping[str, Any]], one: Variant) -> float | N
 # What explains it
 
 
-def _explanations(variants: Sequence[Variant], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    by_place = {(row["variant"], row["cell"]): row for row in rows}
+def _explanations(
+    variants: Sequence[Variant], rows: Sequence[Mapping[str, Any]], paired: Mapping[tuple[str, str], Paired]
+) -> list[dict[str, Any]]:
+    measured = {(row["variant"], row["cell"]) for row in rows}
     result = []
     for one in variants:
         for row in (each for each in rows if each["variant"] == one.name and one.speculates):
-            reference = by_place.get((one.reference, row["cell"]))
-            if reference is None:
+            if (one.reference, row["cell"]) not in measured:
                 continue
+            mine, other = paired[one.name, row["cell"]]
             place = {"variant": one.name, "concurrency": row["concurrency"], "cell": row["cell"]}
-            explained = arithmetic.explain(row, reference)
+            explained = arithmetic.explain(mine, other)
             if explained is None:
                 lacking = [
                     name
                     for name, value in (
-                        ("accept length", row["accept_length"]),
-                        ("step time", row["step_ms"]),
-                        ("baseline's step time", reference["step_ms"]),
+                        ("accept length", mine["accept_length"]),
+                        ("step time", mine["step_ms"]),
+                        ("baseline's step time", other["step_ms"]),
                     )
                     if not value
                 ]
@@ -313,11 +344,12 @@ def _failed(failures: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _effort(run: Run, host: str, measured: Sequence[Measurement]) -> dict[str, Any]:
+def _effort(run: Run, host: str, measured: Sequence[Measurement], starts: int | None = None) -> dict[str, Any]:
+    """`starts` where the plan tells it, since they are not one for each round and variant."""
     steps = run.progress(host).get("steps", [])
     return {
         "rounds": max((one.round for one in measured), default=0),
-        "starts": len({(one.round, one.variant) for one in measured}),
+        "starts": starts or len({(one.round, one.variant) for one in measured}),
         "measurements": len(measured),
         "minutes": round(sum(float(one.get("seconds", 0)) for one in steps) / 60, 1),
         "plays": len({one.session for one in measured}),

@@ -1,4 +1,4 @@
-"""Makes a benchmark's run folder of a recorded session: ``python -m tests.gpu.benchmark_run SESSION.jsonl RUN``.
+"""Makes a benchmark's run folder and report of a session: ``python -m tests.gpu.benchmark_run SESSION.jsonl RUN``.
 
 RUN is made as ``artifacts/benchmarks/<name>`` would be (plugin_utils/gpu_benchmark/runs.py), so that the report is that
 of playbooks/benchmark.yml.
@@ -30,6 +30,26 @@ def lines_of(session: Path) -> list[dict[str, Any]]:
     return found
 
 
+def notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know of such a session before he looks at the table."""
+    plan = next(line for line in lines if line["kind"] == "benchmark")
+    gpus = [
+        gpu["name"] for line in lines if line["kind"] == "reading" for gpu in line["reading"]["nvml"].get("gpus", [])
+    ]
+    where = f"one {gpus[0]}" if gpus else "one GPU"
+    found = [
+        f"Each server was started once, all {len(plan['variants'])} side by side on {where}, and they were measured in "
+        "turn, round after round. The rounds are not starts of their own: the intervals tell how the host changes "
+        "from minute to minute, not how starts differ."
+    ]
+    if any("SGLANG_SIMULATE_ACC_LEN" in one.get("environment", {}) for one in plan["variants"]):
+        found.append(
+            "The accept lengths are simulated (SGLANG_SIMULATE_ACC_LEN) and the model is tiny: the table shows what "
+            "a report looks like and that the arithmetic holds, not what a drafter is worth."
+        )
+    return found
+
+
 def build(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """The run's folder, with everything in it but the report."""
     from gpu_benchmark import runs, settings
@@ -55,7 +75,9 @@ def build(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     )
     if problems:
         raise ValueError(" ".join(problems))
-    run.write_plan(HOST, {"settings": chosen, "variants": plan["variants"], "cells": plan["cells"]})
+    names = {line["variant"] for line in measured}
+    content = {"settings": chosen, "variants": plan["variants"], "cells": plan["cells"]}
+    run.write_plan(HOST, {**content, "starts": len(names), "notes": notes(lines)})
     for line in measured:
         result = line["result"]
         if result.get("failed") or not result.get("measurement"):
@@ -83,5 +105,13 @@ def build(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     return folder
 
 
+def main(session: Path, folder: Path) -> None:
+    from gpu_benchmark import report, runs
+
+    lines = lines_of(session)
+    data, troubles = report.write(runs.Run(build(lines, folder)), now=lines[-1]["time"])
+    print("\n".join([*report.terminal(data), *troubles]))
+
+
 if __name__ == "__main__":
-    print(build(lines_of(Path(sys.argv[1])), Path(sys.argv[2])))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -228,3 +228,20 @@ def test_the_documentation_lists_every_variable_as_it_is():
         env={"PYTHONPATH": str(ROOT / "plugin_utils")}, capture_output=True, text=True,
     )  # fmt: skip
     assert int(done.stdout) == len(settings.SETTINGS)
+
+
+def test_the_arithmetic_takes_its_figures_from_within_the_rounds(tmp_path):
+    """All is twice as slow in round 2, and the variant has a round of its own in round 3: neither changes the ratio."""
+    run = benchmark_run.make(tmp_path, "odd", rounds=2)
+    host, slower = "gpu01.example.com", {1: 1.0, 2: 2.0}
+    for one in run.measurements(host):
+        data = {**one.data, "step_ms": one.data["step_ms"] * slower[one.round],
+                "output_tokens_per_s": one.data["output_tokens_per_s"] / slower[one.round]}  # fmt: skip
+        run.write_measurement(host, runs.Measurement(one.variant, one.round, one.cell, one.repeat, data))
+    extra = next(one for one in run.measurements(host) if one.variant == "eagle3-2-step")
+    data = {**extra.data, "step_ms": 900.0}
+    run.write_measurement(host, runs.Measurement(extra.variant, 3, extra.cell, 1, data))
+    found = [one for one in results.build(run)["hosts"][0]["explanations"] if one["variant"] == "eagle3-2-step"]
+    ratios = {one["concurrency"]: one["predicted_decode"] for one in found}
+    assert ratios == {number: pytest.approx(2.36 * base / step, rel=0.02) for number, base, step in
+                      ((1, 12.0, 18.9), (4, 13.1, 23.5), (16, 17.5, 51.0))}  # fmt: skip

@@ -17,6 +17,7 @@ from tests.gpu.driver import benchmark, procs
 
 WARM_CLIENT = Path(benchmark.servers.HERE) / "warm_client.py"
 REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLE = REPOSITORY / "docs" / "example-benchmark"
 RECORDED = REPOSITORY / "tests" / "gpu" / "recorded" / "h200-benchmark-2026-11-29.jsonl"
 
 
@@ -148,6 +149,23 @@ def test_the_rule_that_the_session_was_run_with_failed_six_times_and_the_documen
     for one in derived():
         for way in ("log", "client"):
             assert f"{one[f'{way}_ratio']:.3f}" in text
+
+
+def test_the_example_report_is_that_of_the_recorded_session(tmp_path: Path) -> None:
+    from gpu_benchmark import results, runs
+
+    run = runs.Run(benchmark_run.build(recorded(), tmp_path / "h200-2026-11-29"))
+    made = json.loads(json.dumps(results.build(run, now=recorded()[-1]["time"])))
+    assert made == json.loads((EXAMPLE / "results.json").read_text())
+    for one in made["hosts"][0]["explanations"]:
+        assert one["predicted"] == pytest.approx(one["measured"], rel=benchmark.WITHIN)
+
+
+def test_the_example_report_says_that_its_rounds_are_not_starts() -> None:
+    for name in ("report.html", "report.md"):
+        text = (EXAMPLE / name).read_text()
+        assert "Each server was started once, all 4 side by side on one NVIDIA H200" in text
+        assert "34 measurements in 4 starts" in text and "SGLANG_SIMULATE_ACC_LEN" in text
 
 
 def test_every_variant_comes_first_once_in_as_many_rounds() -> None:
