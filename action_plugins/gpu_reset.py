@@ -22,7 +22,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import breaker, health, hooks, lean, measuring, progress, records, reports  # noqa: E402
+from gpu_control import breaker, health, hooks, lean, measuring, progress, records, reports, together  # noqa: E402
 from gpu_control import gate as gates  # noqa: E402
 from gpu_host import arguments, data_jobs, nccl_environment, staging_sources  # noqa: E402
 
@@ -134,7 +134,7 @@ class ActionModule(ActionBase):
         if "patience" in spec and not self._task.async_val:
             params["patience"] = params["patience"] or progress.PATIENCE
         if name == "server_health":
-            returned = health.follow(call, params, host, display.display)
+            returned = health.follow(call, params, host, display.display, self._together(params["nodes"], host))
             params["carry"] = None  # as it was called
         else:
             returned = progress.follow(call, display.display, host)
@@ -183,6 +183,12 @@ class ActionModule(ActionBase):
             except (OSError, breaker.Unreadable) as error:
                 display.warning(f"{gate.host} was not counted for the breaker: {error}")
         return returned
+
+    def _together(self, nodes: list[str], host: str) -> together.Together | None:
+        """What lets the hosts of one server know of each other; None for a server of one host."""
+        if len(nodes) < 2 or host not in nodes:
+            return None
+        return together.Together(Path(C.DEFAULT_LOCAL_TMP), self._task._uuid, nodes, host)
 
     def _run_lean(self, interpreter: str, entry: str, params: dict[str, Any]) -> dict[str, Any]:
         program = lean.program(

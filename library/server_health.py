@@ -82,6 +82,14 @@ options:
     description: Seconds for one request.
     type: float
     default: 120
+  nodes:
+    description:
+      - The hosts that share the server, the one that serves first; [] where it has one. The action plugin lets them know
+        of each other - a host that waits for a slower one is not stuck, one whose neighbour fails does not wait for
+        ever, and all are ready together.
+    type: list
+    elements: str
+    default: []
   run_id:
     description: Name for the evidence; the action plugin makes one.
     type: str

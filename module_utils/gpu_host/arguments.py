@@ -319,6 +319,7 @@ SERVER_HEALTH: dict[str, dict[str, Any]] = {
     "lossless_tie": {"type": "float", "default": 0.25},
     "request_seconds": {"type": "float", "default": 120},
     "run_id": {"type": "str", "default": ""},
+    "nodes": _strings(),
     "carry": {"type": "dict"},
     "one_slice": {"type": "bool", "default": False},
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},

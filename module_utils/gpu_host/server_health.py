@@ -44,6 +44,7 @@ from .storage import StorageError
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 1.0  # between two looks at the processes
 GPU_SECONDS = 4.0  # between two readings of the GPUs
+FRESH_SECONDS = 3.0  # so old may be what is known of the other hosts when this one is called stuck
 STARTING_SECONDS = 15.0  # a start is queued, its process is about to be there
 ENDING_SECONDS = 3.0  # a main process is gone, its unit is about to say so
 EVIDENCE_SECONDS = 6.0
@@ -95,6 +96,8 @@ def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False)
         finally:
             health.close()
         if result["ended"] or params["one_slice"]:
+            if not params["one_slice"]:
+                result.pop("carry", None)
             return {"changed": False, **result}
         carry = result["carry"]
 
@@ -130,17 +133,24 @@ class Health:
                 return self._failed(target)
             self._read_log(target.record.log)
             progress = self._progress()
-            if progress.phase in FINISHED or (target.later_rank and progress.phase == "scheduler_ready"):
+            if "give_up" in self._carry:
+                return self._given_up(target, progress)
+            if progress.phase in FINISHED:
                 return self._prove(target)
             if time.monotonic() - last_look >= LOOK_SECONDS:
                 last_look = time.monotonic()
                 watch = self._watch(target, progress.phase)
-                if watch.idle(time.monotonic()) >= self._params["stall"]:
-                    return self._stuck(target, progress, watch)
+                # Ranks that have loaded wait, without a sign of work, for those of a slower host.
+                others = self._carry.get("others_idle", float("inf"))
+                if min(watch.idle(time.monotonic()), others) >= self._params["stall"]:
+                    if len(self._params["nodes"]) < 2 or time.monotonic() - self._now < FRESH_SECONDS:
+                        return self._stuck(target, progress, watch)
+                    until = Deadline(0.0)  # first hear what the others do now
             if self._left() <= 0:
                 return self._too_slow(target, progress)
             if until.expired():
-                return {"ended": False, "carry": self._carry, "progress": self._line(progress)}
+                line, idle = self._line(progress), self._idle()
+                return {"ended": False, "carry": self._carry, "progress": line, "phase": progress.phase, "idle": idle}
             time.sleep(min(POLL_SECONDS, max(0.01, until.remaining())))
 
     def _left(self) -> float:
@@ -230,7 +240,7 @@ class Health:
         lines = [line for line in re.split(rb"[\r\n]+", whole) if line.strip() and not _ACCESS.search(line)]
         self._carry["log_lines"] = self._carry.get("log_lines", 0) + len(lines)
         self._text = (self._text + whole)[-LOG_KEPT:] if len(self._text) < LOG_KEPT else self._text
-        if server_log.READY in whole:
+        if server_log.READY in whole or server_log.LATER_RANK_READY in whole:
             self._carry["ready"] = True
 
     def _progress(self) -> startup_phases.Progress:
@@ -291,6 +301,11 @@ class Health:
             return sum(held.values())
         used = [gpu.used_mib for gpu in readings.gpus if gpu.used_mib is not None]
         return sum(used) if used else None
+
+    def _idle(self) -> float:
+        """Seconds without a sign of work, at the last look."""
+        known = self._carry.get("watch")
+        return startup_watch.from_dict(known).idle(time.monotonic()) if known else 0.0
 
     # ---- the ends ----
 
@@ -394,6 +409,20 @@ class Health:
             log_tail=self._tail(target.record.log),
         )
 
+    def _given_up(self, target: Target, progress: startup_phases.Progress) -> dict[str, Any]:
+        """Another host of the same server has failed or is stuck: nothing can come of this one either."""
+        found = self._collect(target)
+        verdict, why = self._carry["give_up"]
+        return self._end(
+            verdict,
+            f"{why}{f' Here {found.where}.' if found.where else ''}",
+            phase=progress.phase,
+            rank=found.rank,
+            alive=True,
+            evidence=found.folder,
+            evidence_files=found.files,
+        )
+
     def _collect(self, target: Target) -> Collected:
         """Evidence on the host, and which rank it points at: one that stands elsewhere, is stopped, or is alone."""
         tree = self._tree(target)
@@ -475,6 +504,7 @@ class Health:
             f"{', '.join(found)} proven{length}.",
             phase="ready",
             alive=True,
+            carry=self._carry,
             **_shown(proven),
         )
 

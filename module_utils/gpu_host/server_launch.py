@@ -28,6 +28,7 @@ from . import (
     finding,
     installed_server,
     masking,
+    server_http,
     server_record,
     server_start,
     server_state,
@@ -399,16 +400,18 @@ class Launch:
             gpus = set(server.gpus) or set(other.gpu_uuids if other else ())
             if wanted.gpus and gpus and not set(wanted.gpus) & gpus:
                 continue
-            if other is not None:
+            if other is not None and not self._params["replaces_others"]:
                 raise Refused(
                     f"The server {server.name}, deployed on this host, runs on the same GPUs: give each its own"
                     " sglang_gpus, or stop that one first."
                 )
             found.append(f"the server {server.name} (pid {server.main_pid or server.pids[0]}) runs on the same GPUs")
-        for holder in port_holders(self._proc, [wanted.deployment.port]):
+        ports = {wanted.deployment.port: "sglang_port", **_meeting_port(wanted.deployment.argv)}
+        for holder in port_holders(self._proc, list(ports)):
             if holder["pid"] not in ours:
                 who = masking.mask_text(holder["name"]) + (f" (pid {holder['pid']})" if holder["pid"] else "")
-                raise Refused(f"Port {holder['port']} is in use by {who}: end that, or choose another sglang_port.")
+                variable = ports[holder["port"]]
+                raise Refused(f"Port {holder['port']} is in use by {who}: end that, or choose another {variable}.")
         return found
 
     def _changes(self, wanted: Wanted) -> dict[str, tuple[str, str]]:
@@ -543,6 +546,13 @@ class Launch:
             return {}
         answer = run_command(["systemctl", "show", name, "-p", "ActiveState,FragmentPath"], Deadline(COMMAND_SECONDS))
         return dict(line.split("=", 1) for line in answer.stdout.splitlines() if "=" in line)
+
+
+def _meeting_port(argv: Sequence[str]) -> dict[int, str]:
+    """Where the ranks of several hosts meet, with its variable; on the first of the hosts alone, which listens there."""
+    port = server_http.option(argv, "--dist-init-addr").rpartition(":")[2]
+    first = server_http.option(argv, "--node-rank") == "0"
+    return {int(port): "sglang_dist_init_addr"} if first and port.isdigit() else {}
 
 
 def _beside(path: str) -> bool:

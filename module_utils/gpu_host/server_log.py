@@ -15,8 +15,8 @@ from typing import Callable
 
 READY = b"The server is fired up and ready to roll!"
 VLLM_READY = b"Application startup complete."
-# What the first host alone prints is not in the log of the others of one server: they are loaded at this line.
-LATER_RANK_READY = b"max_total_num_tokens="
+# Of one server over several hosts the first alone serves; the others print this once their ranks are loaded.
+LATER_RANK_READY = b"Dummy health check server started in background thread"
 STARTS = (b"server_args=", b"vLLM API server version")
 DRAINING = b"Draining requests and shutting down"
 _BATCH = re.compile(rb"^.*(?:Prefill|Decode) batch.*$", re.MULTILINE)

@@ -125,9 +125,20 @@ def problems(serving: Serving, known: frozenset[str] = frozenset()) -> list[str]
             f"sglang_host: {serving.host} would serve the whole network without a key; set sglang_api_key, or keep"
             " 127.0.0.1."
         )
-    if serving.nodes > 1 and not serving.dist_init_addr:
-        found.append("sglang_dist_init_addr is empty; give address:port of the first of the hosts in sglang_nodes.")
+    if serving.nodes > 1:
+        found += _meeting_problems(serving.dist_init_addr)
     return found
+
+
+def _meeting_problems(where: str) -> list[str]:
+    """What keeps the ranks of several hosts from meeting there."""
+    address, _, port = where.rpartition(":")
+    wanted = "give address:port of the first of the hosts in sglang_nodes, as the other hosts reach it"
+    if not address or not port.isdigit() or not 1 <= int(port) <= 65535:
+        return [f"sglang_dist_init_addr: {where!r} is no address and port; {wanted}."]
+    if loopback(address.strip("[]")):
+        return [f"sglang_dist_init_addr: {where} is reached from one host alone; {wanted}."]
+    return []
 
 
 def loopback(host: str) -> bool:

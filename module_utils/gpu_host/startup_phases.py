@@ -37,7 +37,8 @@ _LINES = tuple(
         ("capture", r"\bCapture .*\bgraph (?:begin|bs)\b|^Capturing "),
         ("scheduler_ready", r"\bmax_total_num_tokens=\d"),
         ("warmup", r"Application startup complete\.|Uvicorn running on "),
-        ("ready", r"The server is fired up and ready to roll!"),
+        # The second is the last line of a host that has only later ranks of a server.
+        ("ready", r"The server is fired up and ready to roll!|Dummy health check server started in background thread"),
         ("drain", r"Draining requests and shutting down"),
         ("stopped", r"kill_process_tree called: parent_pid=\d+, include_parent=True|Finished server process \["),
     )

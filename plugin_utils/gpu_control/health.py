@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from . import failures, records
+from .together import Together
 
 LINE_SECONDS = 15.0
+NOT_MET = (
+    "The ranks of {hosts} did not all meet: see that each host reaches sglang_dist_init_addr, and that"
+    " NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (sglang_environment) name the network between them."
+)
+PAUSE_SECONDS = 2.0  # of a host that is ready and waits for the proof of the one that serves
 FOLDER = "health"
 SHOWN_LINES = 15
 
@@ -52,29 +58,46 @@ class Heartbeat:
                 self._show(f"{self._line or 'waiting for the host'} ({now - self._began:.0f} s so far)")
 
 
-def follow(call: Call, params: dict[str, Any], host: str, show: Show) -> dict[str, Any]:
+def follow(
+    call: Call, params: dict[str, Any], host: str, show: Show, together: Together | None = None
+) -> dict[str, Any]:
     """Call for slices until the end; the end's result, completed. A call that brings no slice back is the end too.
 
-    `call` sends `params` as they are at that moment: each slice gets what the one before it handed on.
+    `call` sends `params` as they are at that moment: each slice gets what the one before it handed on. `together` knows
+    of the other hosts of the same server: a later host is ready when the first one has proven that the whole serves.
     """
     params.update(carry={}, one_slice=True, run_id=params["run_id"] or records.new_run_id())
     with Heartbeat(lambda text: show(f"{host}: {text}"), LINE_SECONDS) as heartbeat:
         while True:
+            params["carry"].pop("others_idle", None)
+            params["carry"].update(together.for_host() if together else {})
             result = call()
-            if "carry" not in result or result.get("ended"):
-                return completed(result, params, host)
-            heartbeat.line(str(result["progress"]))
+            ended = "carry" not in result or result.get("ended")
+            if ended and not (together and result.get("verdict") == "ready" and together.waits()):
+                done = completed(result, params, host)
+                return together.finish(done) if together else done
+            if together:
+                together.tell(result)
+            if together and ended:
+                first = together.waits()
+                heartbeat.line(f"{params['name']}: its ranks here are ready, {first} is still to prove that it serves")
+                time.sleep(PAUSE_SECONDS)
+            else:
+                heartbeat.line(str(result["progress"]))
             params["carry"] = result["carry"]
 
 
 def completed(result: dict[str, Any], params: dict[str, Any], host: str) -> dict[str, Any]:
     """With the cause of a failure, and with what came from the host in files instead of in the result."""
     verdict = result.get("verdict")
+    result.pop("carry", None)
     log = result.pop("log_tail", "")
     files = {**result.pop("evidence_files", {}), **({"log.txt": log} if log else {})}
     if verdict not in ("failed", "stuck"):
         return result
-    if log and not result.get("timed_out"):
+    if verdict == "stuck" and result.get("phase") == "distributed" and len(params.get("nodes") or ()) > 1:
+        result["msg"] = f"{result['msg']} {NOT_MET.format(hosts=', '.join(params['nodes']))}"
+    elif log and not result.get("timed_out"):
         found = failures.diagnose(log, result.get("exit_status"), stuck=verdict == "stuck")
         result["diagnosis"] = {key: value for key, value in asdict(found).items() if key != "also"}
         if found.known or found.evidence_line:

@@ -294,6 +294,14 @@ def test_phases_never_go_back_while_a_log_grows():
     assert set(seen) == set(startup_phases.PHASES)
 
 
+def test_a_host_of_later_ranks_is_ready_at_the_line_that_sglang_prints_there_alone():
+    line = "[2026-11-29 17:35:00] Dummy health check server started in background thread at 127.0.0.1:30000"
+    log = (
+        "[2026-11-29 17:34:00] server_args=ServerArgs()\n[2026-11-29 17:34:10 TP4] Load weight begin. avail mem=9 GB\n"
+    )
+    assert failures.phase_of(log) == "weights" and failures.phase_of(f"{log}{line}\n") == "ready"
+
+
 def test_the_slowest_rank_sets_the_phase_and_is_named():
     progress = startup_phases.progress_of((RECORDED / "made/stuck-one-rank-behind.log").read_text())
     assert progress.phase == "weights"

@@ -8,10 +8,12 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from gpu_control import health
+from gpu_control import health, together
+from gpu_control.together import Together
 from gpu_host import serving_proof, stack_outliers, startup_watch
 from gpu_host.deadline import Deadline
 from gpu_host.readings import Gpu, GpuProcess, Readings
@@ -459,6 +461,102 @@ def test_progress_is_shown_for_each_slice_and_while_a_call_takes_long() -> None:
     assert seen == [{}, {"at": "weights, 10 s"}, {"at": "weights, 20 s"}]
     assert shown[:2] == ["gpu01: weights, 10 s", "gpu01: weights, 20 s"]
     assert shown[-1].startswith("gpu01: weights, 20 s (")
+
+
+def note(**facts: Any) -> dict[str, Any]:
+    """The result of a slice."""
+    return {"carry": {}, "ended": False, "progress": "weights, 1 s", "idle": 0.0, **facts}
+
+
+def pair(folder: Path, task: str = "t") -> tuple[Together, Together]:
+    return tuple(Together(folder, task, ["gpu01", "gpu02"], host) for host in ("gpu01", "gpu02"))  # type: ignore[return-value]
+
+
+def test_a_host_hears_how_long_the_least_idle_of_the_others_is_idle(tmp_path: Path) -> None:
+    alone = Together(tmp_path, "t", ["gpu01", "gpu02"], "gpu01")
+    assert alone.for_host() == {}
+    second = Together(tmp_path, "t", ["gpu01", "gpu02"], "gpu02")
+    assert alone.for_host() == {"others_idle": 0.0}
+    second.tell(note(idle=12.5))
+    assert alone.for_host() == {"others_idle": 12.5}
+    assert pair(tmp_path, "another task")[0].for_host() == {"others_idle": 0.0}
+
+
+def test_a_host_gives_up_at_once_where_another_is_stuck_and_gets_time_for_its_own_end_where_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair(tmp_path)
+    second.tell({"ended": True, "verdict": "failed", "reason": "it died."})
+    assert first.for_host() == {"others_idle": 0.0}
+    monkeypatch.setattr(together, "OWN_END", 0.0)
+    assert first.for_host()["give_up"] == ["failed", "gpu02, which shares this server, failed: it died."]
+    first, second = pair(tmp_path, "other")
+    monkeypatch.setattr(together, "OWN_END", 60.0)
+    second.tell({"ended": True, "verdict": "stuck", "reason": "in capture."})
+    assert first.for_host()["give_up"] == ["stuck", "gpu02, which shares this server, is stuck: in capture."]
+
+
+def test_a_host_that_fails_says_which_other_failed_and_why_as_its_cause_may_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair(tmp_path)
+    cause = {"diagnosis": {"cause": "No kernel package."}}
+    second.finish({"verdict": "failed", "msg": "sglang failed.", "reason": "it ended.", **cause})
+    done = first.finish({"verdict": "failed", "msg": "sglang failed.", "reason": "a peer is gone."})
+    assert done["msg"] == "sglang failed. Also, gpu02 failed: it ended. No kernel package."
+    monkeypatch.setattr(together, "ALL_ENDED", 0.3)
+    alone, _ = pair(tmp_path, "other")
+    assert alone.finish({"verdict": "stuck", "msg": "m", "reason": "r"})["msg"] == "m"
+
+
+def test_a_later_host_is_ready_when_the_first_has_proven_and_not_when_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "PAUSE_SECONDS", 0.0)
+    first, second = pair(tmp_path)
+    first.tell(note())
+    asked: list[dict[str, Any]] = []
+    params: dict[str, Any] = {"run_id": "r", "name": "sglang", "nodes": ["gpu01", "gpu02"]}
+
+    def call() -> dict[str, Any]:
+        asked.append(dict(params["carry"]))
+        if len(asked) == 2:
+            first.tell(note(ended=True, verdict="ready"))
+        return note(ended=True, verdict="ready", msg="m")
+
+    assert health.follow(call, params, "gpu02", lambda text: None, second)["verdict"] == "ready"
+    assert len(asked) == 2
+
+    first, second = pair(tmp_path, "other")
+    first.tell(note(ended=True, verdict="stuck", reason="chat."))
+    asked.clear()
+
+    def look_after_the_end() -> dict[str, Any]:
+        asked.append(dict(params["carry"]))
+        verdict, why = params["carry"]["give_up"]
+        return {"ended": True, "verdict": verdict, "reason": why, "msg": why}
+
+    done = health.follow(look_after_the_end, params, "gpu02", lambda text: None, second)
+    assert (done["verdict"], done["msg"]) == ("stuck", "gpu01, which shares this server, is stuck: chat.")
+
+
+def test_a_later_host_does_not_wait_for_one_that_nobody_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Together(tmp_path, "t", ["gpu01", "gpu02"], "gpu02")
+    assert second.waits() == "gpu01"
+    monkeypatch.setattr(together, "NO_NOTE", 0.0)
+    assert second.waits() == ""
+
+
+def test_ranks_of_several_hosts_that_do_not_meet_point_at_the_network_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_ARTIFACTS", str(tmp_path))
+    result = {"verdict": "stuck", "phase": "distributed", "msg": "sglang is stuck.", "log_tail": "Init\n"}
+    params = {"name": "sglang", "run_id": "r", "nodes": ["gpu01", "gpu02"]}
+    assert "sglang_dist_init_addr" in health.completed(dict(result), params, "gpu01")["msg"]
+    assert "sglang_dist_init_addr" not in health.completed(dict(result), {**params, "nodes": []}, "gpu01")["msg"]
 
 
 def test_a_failure_gets_its_cause_and_its_log_a_private_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

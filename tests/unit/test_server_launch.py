@@ -102,7 +102,9 @@ def test_a_misspelt_argument_is_refused_with_what_is_near_where_the_installed_sg
         ({"port": 70000}, "is no port"),
         ({"api_key": "with blanks in it"}, "The api-key can't be used"),
         ({"api_key": "-dash-in-front"}, "The api-key can't be used"),
-        ({"nodes": 2}, "sglang_dist_init_addr is empty"),
+        ({"nodes": 2}, "sglang_dist_init_addr: '' is no address and port"),
+        ({"nodes": 2, "dist_init_addr": "gpu01"}, "sglang_dist_init_addr: 'gpu01' is no address and port"),
+        ({"nodes": 2, "dist_init_addr": "[::1]:20000"}, "is reached from one host alone"),
     ],
 )
 def test_what_can_not_be_meant_is_said_in_one_sentence(more: dict[str, Any], sentence: str) -> None:
