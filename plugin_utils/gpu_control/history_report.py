@@ -73,11 +73,14 @@ def text(summary: Summary) -> str:
 def _head(summary: Summary) -> list[str]:
     total = "; ".join(f"{verdict}: {number(summary.verdicts[verdict])}" for verdict in _present(summary))
     mark = " SIMULATED" if summary.simulated else ""
-    hosts = len(summary.hosts)
     return [
-        f"{number(summary.resets)} resets of {number(hosts)} host{'s' if hosts != 1 else ''}{mark} on record, "
+        f"{_count(summary.resets, 'reset')} of {_count(len(summary.hosts), 'host')}{mark} on record, "
         f"{records.timestamp(summary.first)} to {records.timestamp(summary.last)} - {total}"
     ]
+
+
+def _count(value: int, what: str) -> str:
+    return f"{number(value)} {what}{'' if value == 1 else 's'}"
 
 
 def _present(summary: Summary) -> list[str]:

@@ -418,7 +418,7 @@ def test_the_play_prints_the_summary_and_writes_page_and_metrics(tmp_path):
 def test_check_mode_prints_and_writes_nothing(tmp_path):
     file_of(tmp_path, record(1))
     done = report(tmp_path, "--check", report_resets_metrics="gpu.prom")
-    assert done.returncode == 0 and "1 resets of 1 host" in done.stdout
+    assert done.returncode == 0 and "1 reset of 1 host" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts.yml", "resets.jsonl"]
 
 
