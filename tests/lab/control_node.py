@@ -114,7 +114,7 @@ class ControlNode:
         text = self.host.exec(["cat", f"/var/lib/gpu-resets/{name}/last-run.json"], check=False).stdout
         return dict(json.loads(text)) if text else {}
 
-    def wait_for_run(self, name: str, seconds: float = 60) -> dict[str, Any]:
+    def wait_for_run(self, name: str, seconds: float = 120) -> dict[str, Any]:
         """Wait until a run of the schedule has ended; LabError with its journal where none does."""
         try:
             wait_for(lambda: bool(self.last_run(name)), "a run", time.monotonic() + seconds, interval=0.2)

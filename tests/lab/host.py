@@ -70,11 +70,12 @@ class Host:
         self.address = address
         self.gpus = gpus
         self.folder = lab.folder / "hosts" / name
+        self.mounts: dict[Path, str] = {}  # read-only, besides the simulator: place here, place on the host
 
     # Start
 
-    def run_arguments(self, mounts: Mapping[Path, str]) -> list[str]:
-        """Arguments of `podman run`, up to the image. `mounts` are read-only: place here, place on the host."""
+    def run_arguments(self) -> list[str]:
+        """Arguments of `podman run`, up to the image."""
         arguments = ["run", "--detach", "--pull=never", f"--name={self.name}", f"--hostname={self.name}"]
         arguments += ["--systemd=always", "--cap-add=SYS_PTRACE"]
         # An address that is used again keeps its MAC: the neighbours' caches stay true.
@@ -83,7 +84,7 @@ class Host:
         arguments += [f"--volume={self.lab.folder}/key.pub:/etc/ssh/lab_keys:ro"]
         arguments += [f"--volume={self.lab.folder}/logind.conf:/etc/systemd/logind.conf.d/lab.conf:ro"]
         arguments += [f"--volume={self.state_folder}:{STATE}"]
-        read_only = {**_simulator_mounts(), **mounts}
+        read_only = {**_simulator_mounts(), **self.mounts}
         arguments += [f"--volume={source}:{target}:ro" for source, target in read_only.items()]
         return arguments + [f"--device={source}:/dev/{node}:rwm" for node, source in _device_nodes(self.gpus).items()]
 
@@ -96,11 +97,11 @@ class Host:
         """Switch the host off at once. What it has on its disk stays; `boot` starts it again."""
         self.lab.podman("stop", "--time", "0", self.name)
 
-    def boot(self) -> None:
-        """Start a host that was switched off, and wait until it is up."""
+    def boot(self, seconds: float = BOOT_SECONDS) -> None:
+        """Start a host that was switched off, and wait until it is up, with what it begins at boot."""
         self.lab.podman("start", self.name)
         self.save(int(self.lab.podman("inspect", "--format", "{{.State.Pid}}", self.name).stdout))
-        self.wait_until_up()
+        self.wait_until_up(seconds)
 
     def wait_until_up(self, seconds: float = BOOT_SECONDS) -> None:
         """Wait until sshd answers and systemd has finished; LabError when that takes longer."""

@@ -238,6 +238,7 @@ class Lab:
             raise LabError(f"The host {name} is there already in the lab {self.name}.")
         self.check_no_way_out()
         host = Host(self, name, self._free_address(), gpus)
+        host.mounts |= mounts or {}
         host.folder.mkdir(parents=True)
         try:
             if gpus_of is not None:
@@ -245,7 +246,7 @@ class Lab:
             else:
                 host.state_folder.mkdir()
                 host.reset_state(minors)
-            self.podman(*host.run_arguments(mounts or {}), image.image_name(), "/lib/systemd/systemd")
+            self.podman(*host.run_arguments(), image.image_name(), "/lib/systemd/systemd")
             host.save(int(self.podman("inspect", "--format", "{{.State.Pid}}", name).stdout))
             self.check_no_way_out(host.address)
             if wait:
