@@ -271,7 +271,7 @@ def test_a_hook_that_makes_no_sense_is_refused_before_the_host_is_touched(projec
     project.host("a", {"raise": "the host was touched"})
     outcome = project.play("-e", json.dumps({"reset_hook": "mail ops"}))
     assert outcome.status != 0
-    assert "Nothing was done. reset_hook is neither a command" in " ".join(outcome.output.split())
+    assert "reset_hook is neither a command as a list of words" in " ".join(outcome.output.split())
     assert "the host was touched" not in outcome.output and outcome.records == []
 
 
