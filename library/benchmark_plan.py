@@ -221,6 +221,11 @@ variants:
   type: list
   elements: str
   sample: [baseline, eagle3-1-step, eagle3-2-step, eagle3-3-step]
+servers:
+  description: Each variant by its name, C(variant), and with all that makes its server, C(variables) as in RV(step).
+  returned: with state begin
+  type: list
+  elements: dict
 cells:
   description: >-
     The loads, each with name, concurrency, input_length (0 is as the prompts are), output_length, prompts (absolute

@@ -136,6 +136,12 @@ options:
     description: Copy the log into the journal, keys masked.
     type: bool
     default: true
+  replaces_others:
+    description: >-
+      With O(state=planned), name a server that was deployed on the same GPUs under another name as something to be
+      ended first, instead of refusing. A benchmark does so, which starts it again afterwards.
+    type: bool
+    default: false
   unit_folder:
     description: Where units are written.
     type: str

@@ -175,6 +175,7 @@ SERVER_LAUNCH: dict[str, dict[str, Any]] = {
     "load_seconds": {"type": "float", "default": 2700},
     "enabled": {"type": "bool", "default": True},
     "journal": {"type": "bool", "default": True},
+    "replaces_others": {"type": "bool", "default": False},
     "unit_folder": {"type": "str", "default": "/etc/systemd/system"},
     "config_folder": {"type": "str", "default": "/etc/sglang"},
     "log_folder": {"type": "str", "default": "/var/log/sglang"},

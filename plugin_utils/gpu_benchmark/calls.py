@@ -16,9 +16,9 @@ from typing import Any
 
 from gpu_control import records
 
+from . import before, results, runs, settings, variants, verdict
 from . import plan as planning
 from . import report as reports
-from . import results, runs, settings, variants, verdict
 
 PRIVATE = "benchmark-variants"
 
@@ -78,7 +78,17 @@ REPORT: dict[str, dict[str, Any]] = {
     "run": {"type": "str", "default": runs.LATEST},
     "compare_to": {"type": "str", "default": ""},
 }
-SPECIFICATIONS = {"benchmark_plan": PLAN, "benchmark_record": RECORD, "benchmark_report": REPORT}
+BEFORE: dict[str, dict[str, Any]] = {
+    "run": {"type": "str", "required": True},
+    "state": {"type": "str", "choices": ["noted", "given_back"], "default": "noted"},
+    "servers": {"type": "list", "elements": "str", "default": []},
+}
+SPECIFICATIONS = {
+    "benchmark_plan": PLAN,
+    "benchmark_record": RECORD,
+    "benchmark_report": REPORT,
+    "benchmark_before": BEFORE,
+}
 
 
 def _refused(problems: list[str]) -> dict[str, Any]:
@@ -128,6 +138,7 @@ def _begin(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     one = _plan(chosen, made, cells)
     answer = {
         "variants": [variant.name for variant in made],
+        "servers": [{"variant": variant.name, "variables": variant.variables()} for variant in made],
         "cells": [cell.as_dict() for cell in cells],
         "steps": len(made) * one.rounds,
         "rounds": one.rounds,
@@ -449,5 +460,19 @@ def report(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     }
 
 
+def before_it(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
+    try:
+        return before.call(parameters, runs.existing(parameters["run"]), context.host, context.check_mode)
+    except runs.RunError as error:
+        return _refused([str(error)])
+    except OSError as error:
+        return {"failed": True, "msg": f"What ran before could not be noted in {error.filename}: {error.strerror}."}
+
+
 Call = Callable[[Mapping[str, Any], Context], dict[str, Any]]
-CALLS: dict[str, Call] = {"benchmark_plan": plan, "benchmark_record": record, "benchmark_report": report}
+CALLS: dict[str, Call] = {
+    "benchmark_plan": plan,
+    "benchmark_record": record,
+    "benchmark_report": report,
+    "benchmark_before": before_it,
+}

@@ -6,6 +6,7 @@
     measurements/<host>/*.json     one file a measurement
     failures/<host>/*.json         one file a start that failed
     progress/<host>.json           how long the steps took
+    before/<host>.json             the servers that it had before
     report.html ...                written by report.py
 ``artifacts/benchmarks/latest`` is a link to the newest.
 """
@@ -97,7 +98,7 @@ def write_bytes(target: Path, content: bytes, mode: int = 0o644) -> None:
         raise
 
 
-def _read(path: Path) -> Any:
+def read(path: Path) -> Any:
     """None: missing or cut short; then it is as if it had never been written."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -116,15 +117,15 @@ class Run:
         return self.folder.name
 
     def head(self) -> dict[str, Any]:
-        return _read(self.folder / "run.json") or {}
+        return read(self.folder / "run.json") or {}
 
     def hosts(self) -> list[str]:
         """In the order of their names."""
-        found = [_read(path) for path in sorted((self.folder / "plans").glob("*.json"))]
+        found = [read(path) for path in sorted((self.folder / "plans").glob("*.json"))]
         return [one["host"] for one in found if isinstance(one, dict) and "host" in one]
 
     def plan(self, host: str) -> dict[str, Any] | None:
-        found = _read(self.folder / "plans" / f"{file_name(host)}.json")
+        found = read(self.folder / "plans" / f"{file_name(host)}.json")
         return found if isinstance(found, dict) else None
 
     def write_plan(self, host: str, plan: Mapping[str, Any]) -> None:
@@ -134,7 +135,7 @@ class Run:
         """All that are whole, in the order of rounds."""
         found = []
         for path in sorted((self.folder / "measurements" / file_name(host)).glob("*.json")):
-            data = _read(path)
+            data = read(path)
             if isinstance(data, dict) and isinstance(data.get("data"), dict):
                 known = {key: data[key] for key in Measurement.__dataclass_fields__ if key in data}
                 try:
@@ -153,7 +154,7 @@ class Run:
         """The oldest first."""
         found = []
         for path in (self.folder / "failures" / file_name(host)).glob("*.json"):
-            data = _read(path)
+            data = read(path)
             if isinstance(data, dict):
                 known = {key: data[key] for key in Failure.__dataclass_fields__ if key in data}
                 try:
@@ -171,7 +172,7 @@ class Run:
         return target
 
     def progress(self, host: str) -> dict[str, Any]:
-        found = _read(self.folder / "progress" / f"{file_name(host)}.json")
+        found = read(self.folder / "progress" / f"{file_name(host)}.json")
         return found if isinstance(found, dict) else {}
 
     def write_progress(self, host: str, progress: Mapping[str, Any]) -> None:
