@@ -41,7 +41,10 @@ options:
     type: str
     default: ""
   wheel:
-    description: Without a source, what to install. A file on the host, or a requirement such as sglang-kernel==0.4.10.
+    description:
+      - Without a source, what to install. A file on the host, or a requirement such as sglang-kernel==0.4.10.
+      - Empty takes what the metadata of the SGLang in O(python) requires. Where there is no pip, another version that
+        works is then left alone.
     type: str
     default: ""
   compute_capability:

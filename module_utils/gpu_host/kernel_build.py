@@ -153,10 +153,9 @@ class Build:
             self.result.update(built=True, changed=True)
 
     def _published(self) -> dict[str, Any]:
-        """No source: the wheel that is named (a file, or a requirement such as sglang-kernel==0.4.10)."""
-        wheel = self.params["wheel"]
-        if not wheel:
-            raise BuildError("Neither a source nor a wheel is named; set sgl_kernel_source or sgl_kernel_wheel.")
+        """No source: the wheel that is named (a file, or a requirement such as sglang-kernel==0.4.10), else what the
+        installed SGLang requires."""
+        wheel = self.params["wheel"] or self._required()
         if wheel.startswith("/"):
             key = self._wheel_key(wheel)
             if self._is_installed(key):
@@ -167,9 +166,16 @@ class Build:
                 return self.result
         else:
             key = kernel_source.cache_key(wheel, {"python": self.known["tag"], "torch": self._torch()})
-            if self._is_installed(key) or self._fits(wheel):
-                self.result["key"] = key
+            self.result["key"] = key
+            if self._is_installed(key):
                 return self._unchanged()
+            report = self._inspect()
+            if report["usable"] and self._has(wheel):
+                if not self.check_mode:
+                    self._note(key, wheel, report)
+                return self._unchanged()
+            if not self._pip_command():
+                return self._without_pip(wheel, report)
         self.result.update(key=key, wheel=wheel)
         if self.check_mode:
             return self._predict(f"would install {wheel}")
@@ -180,13 +186,41 @@ class Build:
         inner = re.search(r"/([0-9a-f]{16})/[^/]+\.whl$", wheel)
         return inner.group(1) if inner else kernel_source.cache_key(os.path.basename(wheel), {"torch": self._torch()})
 
-    def _fits(self, requirement: str) -> bool:
-        """Whether the published package is there in this version and works."""
+    def _required(self) -> str:
+        """What the metadata of the installed SGLang says: sglang-kernel==0.4.10, in older ones sgl-kernel==...."""
+        if self.params["package"] == "sgl_kernel":
+            found = python_packages.kernel_requirement(self.known["requires"])
+            if found:
+                return found
+            sglang = self.known["versions"].get("sglang")
+            why = f"SGLang {sglang} requires no kernel package" if sglang else "no metadata of SGLang is there to tell"
+            raise BuildError(
+                f"Which kernel package {self.params['python']} needs is not known ({why}): set sgl_kernel_wheel, for"
+                " example to sglang-kernel==0.4.10, or sgl_kernel_source."
+            )
+        raise BuildError("Neither a source nor a wheel is named; set sgl_kernel_source or sgl_kernel_wheel.")
+
+    def _has(self, requirement: str) -> bool:
+        """Whether the package is there in this version; one with a local part (0.4.10+cu130) is of that version too."""
         name, _, version = requirement.partition("==")
-        have = self.known["versions"].get(python_packages.normal(name))
-        if not have or (version and have != version):
-            return False
-        return bool(self._inspect()["usable"])
+        have = self.known["versions"].get(python_packages.normal(name), "")
+        return bool(have) and version in ("", have, have.partition("+")[0])
+
+    def _without_pip(self, requirement: str, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing can be installed. What was not asked for by name but works is no reason to stop."""
+        names = [name for name in python_packages.KERNEL_PACKAGES if name in self.known["versions"]]
+        have = " and ".join(f"{name} {self.known['versions'][name]}" for name in names)
+        if report["usable"] and not self.params["wheel"]:
+            what = have or f"a {self.params['package']} that no package's metadata tells of"
+            self.result.update(
+                installed=True,
+                check=report,
+                msg=f"{what} works here and is left alone, though SGLang requires {requirement}: there is no pip to"
+                " install it by.",
+            )
+            return self.result
+        why = report["msg"] if have else f"{self.params['package']} is not installed."
+        raise BuildError(f"{requirement} has to be installed, but {self._no_pip()} ({why})")
 
     def _unchanged(self) -> dict[str, Any]:
         self.result.update(installed=True, msg="The kernel package is installed as it should be; nothing was built.")
@@ -385,12 +419,23 @@ class Build:
         steps.append(job.Step("compile", [*command, folder], environment, folder))
         return steps
 
-    def _pip(self) -> list[str]:
+    def _pip_command(self) -> list[str]:
+        """pip of the server's Python; [] where it has none."""
         python = self.params["python"]
         environment = {**os.environ, **self.extra}
         if run_command([python, "-m", "pip", "--version"], self.deadline.capped(30), environment).returncode == 0:
             return [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        raise BuildError(f"{python} has no pip; install it: {python} -m ensurepip (or: uv pip install pip).")
+        return []
+
+    def _pip(self) -> list[str]:
+        command = self._pip_command()
+        if not command:
+            raise BuildError(f"{self._no_pip()}.")
+        return command
+
+    def _no_pip(self) -> str:
+        python = self.params["python"]
+        return f"{python} has no pip; install it: {python} -m ensurepip (or: uv pip install pip)"
 
     def _index_options(self) -> list[str]:
         options = ["--no-index"] if self.params["offline"] else []
@@ -463,6 +508,15 @@ class Build:
         report = self._inspect()
         self._tell_built(key)
         self.result.update(changed=True, installed=True, check=report)
+        self._note(key, wheel, report)
+        if not report["usable"]:
+            self.result.update(failed=True, msg=f"The kernel package is installed but does not work. {report['msg']}")
+        else:
+            self.result["msg"] = f"{os.path.basename(wheel)} is installed and works."
+        return self.result
+
+    def _note(self, key: str, wheel: str, report: Mapping[str, Any]) -> None:
+        """Remember what is installed, so that an unchanged host is not asked to import it again."""
         record = {
             "key": key,
             "wheel": os.path.basename(wheel),
@@ -473,11 +527,6 @@ class Build:
         }
         os.makedirs(f"{self.root}/installed", mode=0o755, exist_ok=True)
         write_private(self._installed_path(), json.dumps(record, indent=1))
-        if not report["usable"]:
-            self.result.update(failed=True, msg=f"The kernel package is installed but does not work. {report['msg']}")
-        else:
-            self.result["msg"] = f"{os.path.basename(wheel)} is installed and works."
-        return self.result
 
     def _install_steps(self, wheel: str) -> list[job.Step]:
         pip, environment = self._pip(), {**os.environ, **self.extra}

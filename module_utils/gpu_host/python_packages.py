@@ -139,6 +139,24 @@ def pinned(requires: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def kernel_requirement(requires: Iterable[str]) -> str:
+    """The kernel package that SGLang's metadata asks for, with its version where one is named; '' where it has none.
+
+    >>> kernel_requirement(['quack-kernels==0.6.5', 'sglang-kernel==0.4.10', 'torch'])
+    'sglang-kernel==0.4.10'
+    >>> kernel_requirement(['sgl_kernel @ https://example.org/sgl_kernel.whl'])
+    'sgl-kernel'
+    """
+    lines = list(requires)
+    versions = pinned(lines)
+    for line in lines:
+        match = _REQUIREMENT.match(line)
+        name = normal(match.group(1)) if match else ""
+        if name in KERNEL_PACKAGES:
+            return f"{name}=={versions[name]}" if name in versions else name
+    return ""
+
+
 def normal(name: str) -> str:
     """PyPI's normal form of a package name."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -549,7 +549,7 @@ class Launch:
 
 
 def _meeting_port(argv: Sequence[str]) -> dict[int, str]:
-    """Where the ranks of several hosts meet, with its variable; on the first of the hosts alone, which listens there."""
+    """The port at which the ranks of several hosts meet, with its variable; the first host alone listens there."""
     port = server_http.option(argv, "--dist-init-addr").rpartition(":")[2]
     first = server_http.option(argv, "--node-rank") == "0"
     return {int(port): "sglang_dist_init_addr"} if first and port.isdigit() else {}

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -240,3 +242,109 @@ def test_check_mode_builds_nothing_and_says_that_it_would(tmp_path):
     )
     assert (answer["changed"], answer["failed"], answer["architecture"]) == (True, False, "sm_120a")
     assert "Would build" in answer["msg"] and not (tmp_path / "b").exists()
+
+
+# ---- the published wheel ----
+
+
+class Python:
+    """A server's Python without pip, with SGLang's metadata, and a folder of wheels."""
+
+    def __init__(self, folder: Path, requires: str = "sglang-kernel==0.4.10") -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+        self.site = next((folder / "venv/lib").glob("python*/site-packages"))
+        self.put("sglang", "0.5.23", f"Requires-Dist: {requires}\n" if requires else "")
+        (folder / "wheels").mkdir()
+        for version in ("0.4.9", "0.4.10", "0.4.11"):
+            self.wheel(version)
+
+    def put(self, name: str, version: str, more: str = "") -> None:
+        info = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
+
+    def wheel(self, version: str) -> None:
+        """A package that imports, with a library in it that is one."""
+        library = Path(import_module("_ctypes").__file__)
+        name = f"sglang_kernel-{version}"
+        files = {
+            "sgl_kernel/__init__.py": f"version = {version!r}\n".encode(),
+            "sgl_kernel/common_ops.abi3.so": library.read_bytes(),
+            f"{name}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: sglang-kernel\nVersion: {version}\n".encode(),
+            f"{name}.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-any\n",
+        }
+        files[f"{name}.dist-info/RECORD"] = "".join(f"{one},,\n" for one in files).encode()
+        with zipfile.ZipFile(self.folder / f"wheels/{name}-py3-none-any.whl", "w") as archive:
+            for path, data in files.items():
+                archive.writestr(path, data)
+
+    def unpack(self, version: str) -> None:
+        """Installed by something that leaves no pip behind."""
+        zipfile.ZipFile(self.folder / f"wheels/sglang_kernel-{version}-py3-none-any.whl").extractall(self.site)
+
+    def run(self, pip: bool = True, check_mode: bool = False, **given_: object) -> dict:
+        environment = {}
+        if pip:
+            place = self.folder / "pip"
+            place.mkdir(exist_ok=True)
+            if not (place / "pip").exists():
+                (place / "pip").symlink_to(Path(import_module("pip").__file__).parent)
+            environment["PYTHONPATH"] = str(place)
+        values = params(
+            python=str(self.folder / "venv/bin/python"),
+            build_folder=str(self.folder / "build"),
+            wheels=str(self.folder / "wheels"),
+            environment=environment,
+            **{"package": "sgl_kernel", "offline": True, **given_},
+        )
+        return kernel_build.run(values, check_mode=check_mode)
+
+    def version(self) -> str:
+        return (self.site / "sgl_kernel/__init__.py").read_text()
+
+
+def test_the_published_wheel_is_the_one_that_the_installed_sglang_requires(tmp_path):
+    python = Python(tmp_path)
+    predicted = python.run(check_mode=True)
+    assert (predicted["changed"], predicted["msg"]) == (True, "Would install sglang-kernel==0.4.10.")
+    first = python.run()
+    assert (first["failed"], first["changed"], "0.4.10" in python.version()) == (False, True, True), first["msg"]
+    second = python.run(pip=False)  # nothing is to be installed: no pip is asked for
+    assert (second["failed"], second["changed"], second["installed"]) == (False, False, True)
+
+
+def test_a_wheel_that_the_user_names_wins_over_what_sglang_requires(tmp_path):
+    python = Python(tmp_path)
+    done = python.run(wheel="sglang-kernel==0.4.11")
+    assert (done["failed"], "0.4.11" in python.version()) == (False, True), done["msg"]
+    refused = Python(tmp_path / "other").run(pip=False, wheel="sglang-kernel==0.4.11")
+    assert refused["failed"] and refused["msg"].startswith("sglang-kernel==0.4.11 has to be installed, but ")
+
+
+def test_a_kernel_package_that_works_stays_where_there_is_no_pip(tmp_path):
+    python = Python(tmp_path)
+    python.unpack("0.4.9")
+    left = python.run(pip=False)
+    assert (left["failed"], left["changed"], left["installed"]) == (False, False, True), left["msg"]
+    assert left["msg"].startswith(
+        "sglang-kernel 0.4.9 works here and is left alone, though SGLang requires sglang-kern"
+    )
+    done = python.run()
+    assert (done["changed"], "0.4.10" in python.version()) == (True, True), done["msg"]
+
+
+def test_nothing_usable_and_no_pip_is_one_sentence(tmp_path):
+    python = Python(tmp_path)
+    answer = python.run(pip=False)
+    program = tmp_path / "venv/bin/python"
+    assert answer["failed"] and answer["msg"] == (
+        f"sglang-kernel==0.4.10 has to be installed, but {program} has no pip; install it: {program} -m ensurepip"
+        " (or: uv pip install pip) (sgl_kernel is not installed.)"
+    )
+
+
+@pytest.mark.parametrize(("requires", "words"), [("torch", "SGLang 0.5.23 requires no kernel package")])
+def test_a_sglang_that_names_no_kernel_package_asks_for_one(tmp_path, requires, words):
+    answer = Python(tmp_path, requires).run()
+    assert answer["failed"] and words in answer["msg"] and "set sgl_kernel_wheel" in answer["msg"]
