@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pip
 import pytest
 
+from tests.lab.command import wait_for
 from tests.lab.host import Host
+from tests.lab.image import CACHE, REPOSITORY, SYSTEM_PYTHON
 from tests.lab.models import make_model, put, shape, stage_models, sums
 
 MODEL = "/models/tiny"
@@ -189,3 +194,74 @@ def test_a_play_that_is_killed_leaves_the_staging_going_and_the_next_run_follows
     assert result["changed"] and not result.get("failed"), result
     assert job(taker)["pid"] == pid
     assert sums(taker, MODEL) == sums(origin, "/srv/origin")
+
+
+# ---- a hub, and what fetches from it ----
+
+SERVER_PYTHON = "/opt/sglang/venv/bin/python"
+HUB = """
+import sys, time
+sys.path.insert(0, "/srv/hub")
+from pathlib import Path
+from hub_double import Hub
+with Hub(Path("/srv/origin")) as hub:
+    Path("/srv/hub/url").write_text(hub.url)
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture(scope="module")
+def hub_wheels() -> Path:
+    """huggingface_hub and what it needs, as wheels for a lab host; a network is needed the first time only."""
+    folder = CACHE / f"hub-wheels-{version('huggingface_hub')}"
+    if not (folder / ".complete").exists():
+        platforms = [f"--platform={name}_x86_64" for name in ("manylinux2014", "manylinux_2_17", "manylinux_2_28")]
+        words = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
+        words += [f"--python-version={SYSTEM_PYTHON}", *platforms, f"huggingface_hub=={version('huggingface_hub')}"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs the wheels of huggingface_hub once: {done.stderr.strip().splitlines()[-1:]}")
+        (folder / ".complete").touch()
+    return folder
+
+
+def test_a_bare_host_installs_its_downloader_from_a_folder_of_wheels_and_a_second_run_installs_nothing(
+    start_gpu_host: Start, hub_wheels: Path, tmp_path: Path
+) -> None:
+    host = start_gpu_host("gpu-1")
+    # A plain python3, without venv's pip; the server's Python has one, and there is no network.
+    host.exec(["python3", "-m", "venv", "--without-pip", "/opt/sglang/venv"])
+    put(host, Path(pip.__file__).parent, "/opt/sglang/venv/lib/python3.11/site-packages/pip")
+    put(host, make_model(tmp_path / "tiny", mib=4), "/srv/origin")
+    host.write("/srv/hub/hub_double.py", (REPOSITORY / "tests/hub_double.py").read_text(encoding="utf-8"))
+    host.write("/srv/hub/serve.py", HUB)
+    host.start("python3 /srv/hub/serve.py")
+    wait_for(lambda: host.exec("cat /srv/hub/url", check=False).stdout, "the hub", time.monotonic() + 20)
+    variables = {
+        "sglang_python": SERVER_PYTHON,
+        "sglang_model_path": MODEL,
+        "sglang_model_source": "hf:acme/tiny@main",
+        "model_staging_endpoint": host.read("/srv/hub/url"),
+        "model_staging_install": True,
+    }
+    refused = stage_models([host], {**variables, "model_staging_pip_options": ["--no-index"]})
+    assert refused.returncode != 0
+    said = " ".join(refused.stdout.split())
+    assert "huggingface_hub>=1.0 can't be installed into /opt/gpu-host/staging on gpu-1: ERROR: No matching" in said
+    put(host, hub_wheels, "/srv/wheels")
+    # As a site without a network says it for every pip of the host.
+    host.write("/etc/pip.conf", "[global]\nno-index = true\nfind-links = /srv/wheels\n")
+    done = stage_models([host], variables)
+    assert done.returncode == 0, done.stdout
+    assert sums(host, MODEL) == sums(host, "/srv/origin")
+    assert host.exec(["/opt/gpu-host/staging/bin/python", "-c", "import huggingface_hub, hf_xet"]).returncode == 0
+    assert host.exec([SERVER_PYTHON, "-c", "import huggingface_hub"], check=False).returncode != 0
+    when = host.exec("stat -c %Y /opt/gpu-host/staging/lib/python3.11/site-packages").stdout
+    again = stage_models([host], variables)
+    assert "ok=1 " in again.stdout and "changed=0" in again.stdout, again.stdout
+    # Another model needs a downloader too, and finds it.
+    host.exec(["rm", "-r", MODEL, "/srv/wheels"])
+    another = stage_models([host], variables)
+    assert another.returncode == 0, another.stdout
+    assert sums(host, MODEL) == sums(host, "/srv/origin")
+    assert host.exec("stat -c %Y /opt/gpu-host/staging/lib/python3.11/site-packages").stdout == when
