@@ -1,8 +1,12 @@
 """A Hugging Face hub on loopback: what huggingface_hub asks for to list and fetch a model, with faults on demand.
 
 Serves one model from a folder: the revisions, the tree, files with Range, a token that it may ask for. Files from
-`lfs_bytes` on are large ones with a published SHA-256. With `xet` it offers the fast transfer, whose storage never
-answers (as seen near the end of large models), so that only plain HTTP gets through.
+`lfs_bytes` on are large ones with a published SHA-256. With `xet` it offers the fast transfer: `works`, or `silent`
+(its storage never answers, as seen near the end of large models, so that only plain HTTP gets through).
+
+The fast transfer is the part of Xet's protocol that hf_xet 1.8 needs to fetch: a reconstruction of a file (v1, since a
+404 for v2 makes it ask for that) names pieces of xorbs, and a xorb is a row of chunks, each with 8 bytes before it:
+version 0, compressed size (3 bytes, little endian), scheme 0 for plain, uncompressed size. Here a file is one xorb.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -33,7 +37,7 @@ class Hub:
     branches: tuple[str, ...] = ("main", "v1")
     token: str = ""
     gated: bool = False
-    xet: bool = False
+    xet: Literal["", "works", "silent"] = ""
     lfs_bytes: int = 1024
     # Name -> how often: send one wrong byte, end the connection half way, fall silent half way.
     corrupt: dict[str, int] = field(default_factory=dict)
@@ -114,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(hub.answer_status, "", "busy")
         if path.startswith("/silence"):
             return hub.wait(600)
+        if path.startswith("/xet/"):
+            return self._xet(path.removeprefix("/xet"))
         if not path.startswith((f"{api}/", files)) and path != api:
             return self._error(404 if hub.token in ("", self._token()) else 401, "RepoNotFound", "Repository not found")
         if hub.token and self._token() != hub.token:
@@ -127,10 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
             if self._known(match[1]):
                 self._json([self._entry(one) for one in hub.files()])
         elif "/xet-read-token/" in path:
+            storage = f"{hub.url}/{'xet' if hub.xet == 'works' else 'silence'}"
             self._json(
-                {"casUrl": f"{hub.url}/silence", "accessToken": "x", "exp": int(time.time()) + 3600},
+                {"casUrl": storage, "accessToken": "x", "exp": int(time.time()) + 3600},
                 {
-                    "X-Xet-Cas-Url": f"{hub.url}/silence",
+                    "X-Xet-Cas-Url": storage,
                     "X-Xet-Access-Token": "x",
                     "X-Xet-Token-Expiration": str(int(time.time()) + 3600),
                 },
@@ -158,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(data) >= self.hub.lfs_bytes:
             entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             if self.hub.xet:
-                entry["xetHash"] = hashlib.sha256(b"xet" + data).hexdigest()
+                entry["xetHash"] = _xet_hash(data)
         return entry
 
     def _file(self, name: str, body: bool) -> None:
@@ -183,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         if large and hub.xet:
-            self.send_header("X-Xet-Hash", hashlib.sha256(b"xet" + data).hexdigest())
+            self.send_header("X-Xet-Hash", _xet_hash(data))
             self.send_header(
                 "X-Xet-Refresh-Route", f"{hub.url}/api/models/{hub.repository}/xet-read-token/{hub.commit}"
             )
@@ -209,6 +216,47 @@ class _Handler(BaseHTTPRequestHandler):
             hub.wait(600)
         self.close_connection = stall or cut or self.close_connection
 
+    def _xet(self, path: str) -> None:
+        """Xet's storage."""
+        kind, _, wanted = path.rpartition("/")
+        data = next((data for data in map(Path.read_bytes, self.hub.files()) if _xet_hash(data) == wanted), None)
+        if kind not in ("/v1/reconstructions", "/xorbs") or data is None:
+            return self._error(404, "", "not here")
+        size = len(data)
+        whole = _xorb(data)
+        first, last = 0, (size if kind == "/v1/reconstructions" else len(whole)) - 1
+        if match := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+            first, last = int(match[1]), min(int(match[2]), last)
+        if first > last:
+            return self._error(416, "", "Range not satisfiable")
+        if kind == "/xorbs":
+            part = whole[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(whole)}")
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+            return
+        begin, end = first // _CHUNK, last // _CHUNK + 1  # chunks
+        chunks, bytes_ = {"start": begin, "end": end}, [begin * (_CHUNK + 8), min(end * (_CHUNK + 8), len(whole)) - 1]
+        self._json(
+            {
+                "offset_into_first_range": first - begin * _CHUNK,
+                "terms": [
+                    {"hash": wanted, "unpacked_length": min(end * _CHUNK, size) - begin * _CHUNK, "range": chunks}
+                ],
+                "fetch_info": {
+                    wanted: [
+                        {
+                            "range": chunks,
+                            "url": f"{self.hub.url}/xet/xorbs/{wanted}",
+                            "url_range": {"start": bytes_[0], "end": bytes_[1]},
+                        }
+                    ]
+                },
+            }
+        )
+
     def _json(self, value: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(value).encode()
         self.send_response(200)
@@ -230,6 +278,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
+
+
+def _xet_hash(data: bytes) -> str:
+    """Any 64 digits do: hf_xet takes the hub's word for it."""
+    return hashlib.sha256(b"xet" + data).hexdigest()
+
+
+def _xorb(data: bytes) -> bytes:
+    def chunk(part: bytes) -> bytes:
+        size = len(part).to_bytes(3, "little")
+        return b"\0" + size + b"\0" + size + part
+
+    return b"".join(chunk(data[at : at + _CHUNK]) for at in range(0, len(data), _CHUNK))
 
 
 def _git_hash(data: bytes) -> str:

@@ -204,7 +204,7 @@ import sys, time
 sys.path.insert(0, "/srv/hub")
 from pathlib import Path
 from hub_double import Hub
-with Hub(Path("/srv/origin")) as hub:
+with Hub(Path("/srv/origin"), xet="works") as hub:
     Path("/srv/hub/url").write_text(hub.url)
     time.sleep(3600)
 """
@@ -236,7 +236,7 @@ def test_a_bare_host_installs_its_downloader_from_a_folder_of_wheels_and_a_secon
     host.write("/srv/hub/hub_double.py", (REPOSITORY / "tests/hub_double.py").read_text(encoding="utf-8"))
     host.write("/srv/hub/serve.py", HUB)
     host.start("python3 /srv/hub/serve.py")
-    wait_for(lambda: host.exec("cat /srv/hub/url", check=False).stdout, "the hub", time.monotonic() + 20)
+    wait_for(lambda: bool(host.exec("cat /srv/hub/url", check=False).stdout), "the hub", time.monotonic() + 20)
     variables = {
         "sglang_python": SERVER_PYTHON,
         "sglang_model_path": MODEL,

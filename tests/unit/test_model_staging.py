@@ -185,12 +185,24 @@ def test_a_new_commit_of_a_branch_is_taken_on_refresh_alone_and_only_what_differ
 
 
 def test_a_transfer_by_xet_that_hangs_is_ended_and_plain_http_goes_on(stage, hub, origin):
-    hub.xet = True
+    hub.xet = "silent"
     result = stage(hub.source, endpoint=hub.url)
     assert not result.get("failed"), result
     assert "nothing came for 1 s" in stage.log()
     assert any("xet-read-token" in path for _, path, _ in hub.requests)
     assert same_files(stage.path, origin, USELESS)
+
+
+def test_a_transfer_by_xet_brings_the_large_files_whole(stage, hub, origin):
+    big_shard(origin)
+    hub.xet = "works"
+    result = stage(hub.source, endpoint=hub.url, sha256=True)
+    assert not result.get("failed"), result
+    assert same_files(stage.path, origin, USELESS)
+    assert "nothing came" not in stage.log()
+    fetched = {path.rpartition("/")[2] for method, path, _ in hub.requests if "/xet/xorbs/" in path}
+    assert len(fetched) == len(list(origin.rglob("*.safetensors")))
+    assert hub.sent.get(SHARD, 0) == 0
 
 
 def big_shard(origin: Path, mib: int = 4) -> bytes:
