@@ -10,10 +10,9 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Callable, Protocol
 
-from .command_line import SHELLS
+from .command_line import SHELLS, file_name
 from .deadline import Deadline
 from .managers import Manager, Managers, Stop
 from .processes import SSHD, Finding, reparented
@@ -317,7 +316,7 @@ def surviving_parents(processes: Mapping[int, Process], chosen: Mapping[int, Fin
 
 def at_a_prompt(process: Process) -> bool:
     """Whether a shell reads its commands from a person: no script and no -c on its command line."""
-    if not process.argv or PurePosixPath(process.argv[0].lstrip("-")).name not in SHELLS:
+    if not process.argv or file_name(process.argv[0].lstrip("-")) not in SHELLS:
         return False
     words = iter(process.argv[1:])
     for word in words:

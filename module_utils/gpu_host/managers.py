@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Callable
 
 from .child import Completed, run_command
@@ -70,7 +69,7 @@ Runner = Callable[[Sequence[str], Deadline], Completed]
 
 def unit_of(cgroup: str) -> str:
     """The system service that owns a control group, or an empty string: never a scope, never a user's manager."""
-    parts = PurePosixPath(cgroup).parts
+    parts = cgroup.split("/")
     services = [part for part in parts if part.endswith(".service")]
     if not services or any(part.endswith(".scope") or part.startswith("user@") for part in parts):
         return ""

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-from . import nvidia_smi
 from .child import Child, Gone, Silent, Whereabouts
 from .deadline import Deadline
 from .readings import Gpu, GpuProcess, Readings, driver_trouble, whole_gpu
+
+if TYPE_CHECKING:
+    from . import nvidia_smi
 
 _MIB = 1 << 20
 # What identifies a GPU does not change while the driver is loaded: read once, kept where it was read.
 _IDENTITY = ("uuid", "minor", "name", "pci_bus_id", "compute_capability")
 # NVML itself lacks the call, or the binding does.
 _MISSING = ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "INVALID_ARGUMENT")
+
+
+def _by_nvidia_smi() -> nvidia_smi.Reader:
+    from . import nvidia_smi  # here, since its XML parser is slow to import and seldom needed
+
+    return nvidia_smi.Reader()
 
 
 class Reader:
@@ -34,7 +42,7 @@ class Reader:
         self._source = source
         self._child: Child | None = None
         self._now = Whereabouts()
-        self._smi = nvidia_smi.Reader() if source == "nvidia-smi" else None
+        self._smi = _by_nvidia_smi() if source == "nvidia-smi" else None
         self._no_driver = ""
         self.abandoned: list[int] = []  # pids of children that outlived SIGKILL for the moment we looked
 
@@ -58,7 +66,7 @@ class Reader:
                 self.close()
                 if self._source == "nvml":
                     return _nothing(str(reason))
-                self._smi = nvidia_smi.Reader()
+                self._smi = _by_nvidia_smi()
                 self._no_driver = str(reason) if reason.driver else ""
         found = self._smi.read(deadline)
         return replace(found, error=self._no_driver) if self._no_driver and found.source == "none" else found

@@ -20,10 +20,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Callable, Protocol
 
-from .command_line import is_interpreter, program
+from .command_line import file_name, is_interpreter, program
 from .procfs import Process
 
 SERVER_MODULES = ("sglang.launch_server", "vllm.entrypoints.openai.api_server")
@@ -142,7 +141,7 @@ def server_command(argv: tuple[str, ...], patterns: Patterns) -> str:
     for command in patterns.commands:
         script, subcommand = command.split()
         if first == subcommand and (
-            PurePosixPath(run.script).name == script or run.module.partition(".")[0] == script
+            file_name(run.script) == script or run.module.partition(".")[0] == script
         ):
             return command
     return ""
@@ -169,7 +168,7 @@ def helper(process: Process) -> str:
         return "multiprocessing fork server"
     if run.script.endswith("torch/_inductor/compile_worker/__main__.py"):
         return "torch inductor worker"
-    if process.exe_name in COMPILERS or (run.script and PurePosixPath(run.script).name in COMPILERS):
+    if process.exe_name in COMPILERS or (run.script and file_name(run.script) in COMPILERS):
         return "compiler"
     if HOST_COMPILER.fullmatch(process.exe_name):
         return "compiler"
@@ -197,7 +196,7 @@ def is_protected(process: Process, patterns: Patterns) -> bool:
         return True
     if process.exe and not is_interpreter(process.exe_name):
         return False
-    return PurePosixPath(program(process.argv).script).name in patterns.protected
+    return file_name(program(process.argv).script) in patterns.protected
 
 
 def reparented(process: Process, processes: Mapping[int, Process]) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
-from .command_line import short_name
+from .command_line import file_name, short_name
 
 PF_KTHREAD = 0x00200000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -53,7 +52,7 @@ class Process:
     @property
     def exe_name(self) -> str:
         """File name of the executable, also when it was replaced on disk while running."""
-        name = PurePosixPath(self.exe).name
+        name = file_name(self.exe)
         return name[: -len(" (deleted)")] if name.endswith(" (deleted)") else name
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
@@ -52,7 +51,7 @@ def private_folder(path: str) -> str:
 def write_private(path: str, text: str) -> None:
     """Replace the file as a whole, mode 0600, on disk before this returns. OSError when that fails."""
     folder, name = os.path.split(path)
-    passing = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.new")
+    passing = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.new")
     number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         try:

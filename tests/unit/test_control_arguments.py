@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import zlib
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 import pytest
@@ -156,6 +159,23 @@ def test_what_travels_to_a_host_is_complete_and_needs_nothing_but_pythons_standa
     done = subprocess.run([sys.executable, "-I", "-c", lean.BOOTSTRAP], input=program, capture_output=True, timeout=60)
     result = lean.result(done.returncode, done.stdout.decode(), done.stderr.decode(), sys.executable)
     assert "KeyError" in result["msg"], result
+
+
+@pytest.mark.parametrize(("magic", "from_what"), [(MAGIC_NUMBER, "compiled"), (b"other", "text")])
+def test_only_a_host_of_the_same_python_takes_what_was_compiled_here(
+    magic: bytes, from_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lean, "MAGIC_NUMBER", magic.ljust(len(MAGIC_NUMBER), b"-")[: len(MAGIC_NUMBER)])
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "call.py").write_text("def run(params, **_):\n    return {'from': 'compiled'}\n")
+    built = lean.sources(tmp_path, "call")
+    text = zlib.decompress(built)
+    head, _, rest = text.partition(b"\0")
+    files, _, compiled = rest.partition(b"\0")
+    changed = zlib.compress(b"\0".join((head, files.replace(b"'compiled'", b"'text'"), compiled)))
+    program = lean.program(changed, "call", {}, check_mode=False, diff=False)
+    done = subprocess.run([sys.executable, "-I", "-c", lean.BOOTSTRAP], input=program, capture_output=True, timeout=60)
+    assert json.loads(done.stdout) == {"from": from_what}
 
 
 def test_the_sources_are_built_once_a_run(tmp_path):
