@@ -531,6 +531,8 @@ class Engine:
 
     def _first_tokens(self, new: list[Request]) -> None:
         """A prompt's own pass gives the first token; the rest comes by steps."""
+        if not self.running:
+            self.due = time.monotonic()
         for request in new:
             request.done = 1
         outputs = [(request.rid, 1, self._finished(request), None) for request in new]
@@ -538,14 +540,10 @@ class Engine:
         self.outputs.send([*outputs[:-1], (*outputs[-1][:3], self._snapshot())])
 
     def _wait_for_step(self) -> None:
-        """Until the step is due. Steps follow each other at their time, however long the work between them took."""
-        settings, more = self.settings, len(self.running) - 1
-        if self.speculative:
-            seconds = settings.verify_seconds + settings.verify_more_seconds * more
-        else:
-            seconds = settings.step_seconds + settings.step_more_seconds * more
+        """Until the step is due. Steps follow each other at their time, however long the work between them takes."""
+        seconds = self.settings.step(self.speculative, len(self.running))
         now = time.monotonic()
-        self.due = self.due + seconds if now - self.due < 4 * seconds else now + seconds
+        self.due = self.due + seconds if now - self.due < 2 * seconds + 0.5 else now + seconds
         time.sleep(max(0.0, self.due - now))
 
     def _die_at_last(self) -> None:

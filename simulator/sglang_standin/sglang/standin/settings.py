@@ -27,7 +27,7 @@ How long things take, in seconds; SPEED (default 1) divides them all
     HEALTH_TIMEOUT_SECONDS   until /health gives up (default: SGLANG_HEALTH_CHECK_TIMEOUT, else 20)
     DISCONNECT_SECONDS  how often a waiting request looks whether its client is still there (default 4)
     STEP_SECONDS        one decode step (default 0.012);  VERIFY_SECONDS  one with speculation (default 0.020)
-    STEP_MORE_SECONDS VERIFY_MORE_SECONDS   the same for each further request that runs (default 0)
+    STEP_TABLE VERIFY_TABLE   the same by requests that run, e.g. 1:0.012,16:0.017 (between them in proportion)
     PREFILL_SECONDS     one prefill of 1000 tokens (default 0.05)
     ACCEPT_LENGTH       mean accept length (default: Kimi-K2.5's for the number of steps); also SGLANG_SIMULATE_ACC_LEN
 
@@ -61,6 +61,8 @@ TEXTS = {
     "SHM_FOLDER": "",
     "HANG_AFTER": "",
     "FAIL": "",
+    "STEP_TABLE": "",
+    "VERIFY_TABLE": "",
 }
 FLAGS = ("BLANK_ENVIRON", "NO_GPU", "IGNORE_TERM", "OUTLIVE_MAIN", "NO_SPEC_META")
 NUMBERS = {
@@ -91,8 +93,6 @@ SECONDS = {
     "DISCONNECT_SECONDS": 4.0,
     "STEP_SECONDS": 0.012,
     "VERIFY_SECONDS": 0.020,
-    "STEP_MORE_SECONDS": 0.0,
-    "VERIFY_MORE_SECONDS": 0.0,
     "PREFILL_SECONDS": 0.05,
 }
 CLIENTS = ("CLIENT", "CLIENT_PAUSE")
@@ -133,8 +133,6 @@ class Settings:
     disconnect_seconds: float
     step_seconds: float
     verify_seconds: float
-    step_more_seconds: float
-    verify_more_seconds: float
     prefill_seconds: float
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
@@ -154,6 +152,8 @@ class Settings:
         self.shm_folder = value("SHM_FOLDER", "")
         self.hang_after = value("HANG_AFTER", "")
         self.fail = value("FAIL", "")
+        self.step_table = _table(value("STEP_TABLE", ""), speed)
+        self.verify_table = _table(value("VERIFY_TABLE", ""), speed)
         for name in FLAGS:
             setattr(self, name.lower(), value(name, "0") not in ("0", "false"))
         for name, number in NUMBERS.items():
@@ -167,3 +167,20 @@ class Settings:
         self.state_folder = given.get("GPU_SIMULATOR_STATE") or "/run/simulated-gpu"
         if self.hang_after and self.hang_after not in PHASES:
             raise SystemExit(f"{PREFIX}HANG_AFTER={self.hang_after!r}: the phases are {', '.join(PHASES)}")
+
+    def step(self, speculative: bool, running: int) -> float:
+        """Seconds of one step with so many requests."""
+        table = self.verify_table if speculative else self.step_table
+        if not table:
+            return self.verify_seconds if speculative else self.step_seconds
+        below = max((at for at in table if at <= running), default=min(table))
+        above = min((at for at in table if at >= running), default=max(table))
+        if below == above:
+            return table[below]
+        return table[below] + (table[above] - table[below]) * (running - below) / (above - below)
+
+
+def _table(text: str, speed: float) -> dict[int, float]:
+    """1:0.012,16:0.017"""
+    pairs = (pair.split(":") for pair in text.split(",") if pair)
+    return {int(requests): float(seconds) / speed for requests, seconds in pairs}
