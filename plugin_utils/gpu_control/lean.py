@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import ast
 import base64
+import fcntl
 import json
 import marshal
-import os
 import re
 import sys
-import tempfile
 import zlib
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
@@ -118,18 +117,15 @@ def cached_sources(package_folder: Path, entry: str, run_folder: Path) -> bytes:
     """
     cache = run_folder / f"{PACKAGE}.{entry}"
     try:
+        with (run_folder / f"{PACKAGE}.{entry}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the first hosts' forks all come at once: one builds for all of them
+            if not cache.exists():
+                passing = run_folder / f"{PACKAGE}.{entry}.new"
+                passing.write_bytes(sources(package_folder, entry))
+                passing.replace(cache)
         return cache.read_bytes()
     except OSError:
-        pass
-    built = sources(package_folder, entry)
-    try:
-        descriptor, name = tempfile.mkstemp(dir=run_folder, prefix=f".{PACKAGE}-")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(built)
-        os.replace(name, cache)
-    except OSError:
-        pass  # no cache, same result
-    return built
+        return sources(package_folder, entry)  # no cache, same result
 
 
 def program(built: bytes, module: str, params: dict[str, Any], *, check_mode: bool, diff: bool) -> bytes:
