@@ -46,7 +46,7 @@ _FATAL_HEADLINE = re.compile(
     r"|Watchdog caught collective operation timeout|Fatal Python error|^terminate called|what\(\): "
     r"|\*\*\* SIG\w+ received"
     r"|Received sigquit from a child|SIGQUIT received|Subprocess \S+ \(pid=\d+\) crashed|^Process \S+:$"
-    r"|launch_server\.py: error: |sglang\S* serve: error: |died during initialization"
+    r"|^ninja: build stopped: |launch_server\.py: error: |sglang\S* serve: error: |died during initialization"
 )
 _STARTED = re.compile(r"\bserver_args=|launch_server\.py:\d+: UserWarning: ")
 _SERVES = re.compile(r"The server is fired up and ready to roll!|(?:Prefill|Decode) batch[.,]|\" 200 OK$")

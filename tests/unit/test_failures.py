@@ -318,6 +318,11 @@ def test_the_score_over_the_recorded_logs_is_perfect():
     assert not any(case.abstained for case in result.cases)
 
 
+def test_no_log_that_was_held_out_gets_a_wrong_name():
+    result = score.score(ROOT / "tests/held-out")
+    assert len(result.labelled) == 30 and result.precision == 1.0 and result.recall == 1.0
+
+
 def test_the_score_tells_wrong_names_from_abstentions(tmp_path, capsys):
     (tmp_path / "a.log").write_text("ModuleNotFoundError: No module named 'sgl_kernel'\n")
     (tmp_path / "b.log").write_text("RuntimeError: never seen before\n")
