@@ -18,7 +18,7 @@ PYTEST_ARGS ?= $(if $(CI),--reruns 1)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule rehearsal rehearsal-instants bench test-gpu control-kills mutants docs score clean
+.PHONY: help setup simulator demo simulator-start simulator-stop test lint unit kill-coverage integration lab molecule rehearsal rehearsal-instants aiperf benchmark-repeats bench test-gpu control-kills mutants docs score clean
 
 help:  ## Show these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -84,6 +84,14 @@ rehearsal-instants: simulator  ## Kill a starting SGLang at 30 instants and rese
 	PYTHONPATH=module_utils $(BIN)/python -m tests.rehearsal.instants --instants 30 --into docs/kill-at-any-instant.json
 	.rehearsal/venv/bin/python -m pip install --quiet --disable-pip-version-check matplotlib==3.11.0
 	.rehearsal/venv/bin/python tests/rehearsal/plot_instants.py docs/kill-at-any-instant.json docs/kill-at-any-instant.png
+
+aiperf: simulator  ## Measure one real server by the benchmark and by AIPerf: do they agree? (1.2 GB the first time)
+	$(BIN)/python -m tests.rehearsal.environment
+	PYTHONPATH=module_utils:plugin_utils $(BIN)/python -m tests.rehearsal.against_aiperf
+
+benchmark-repeats: simulator  ## Start one real server 12 times and record its repeats; wants a quiet machine
+	$(BIN)/python -m tests.rehearsal.environment
+	PYTHONPATH=module_utils:plugin_utils $(BIN)/python -m tests.rehearsal.repeats tests/recorded/cpu/benchmark-repeats.json
 
 bench: simulator  ## Measure: ratios against the one-liner
 	$(BIN)/python -m pytest tests/bench -s $(PYTEST_ARGS)

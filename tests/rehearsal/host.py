@@ -14,8 +14,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,24 @@ class RehearsalHost:
 
     def ready(self) -> bool:
         return READY in self.log_text()
+
+    @contextlib.contextmanager
+    def watched(self, seconds: float = 3) -> Iterator[None]:
+        """Looks every so often at what is there, for a play that starts and ends servers: their semaphores are told
+        only while they live."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(seconds):
+                self.left()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def left(self) -> Left:
         owners = self.simulated.gpus.owners(0) if (self.folder / "state").exists() else {}

@@ -19,7 +19,7 @@ from gpu_host import startup_phases
 
 from simulator.host import wait_for
 from tests.rehearsal import contract, environment
-from tests.rehearsal.host import SHARED_MEMORY, Played, RehearsalHost, shared_memory, titles
+from tests.rehearsal.host import GPU_MIB, SHARED_MEMORY, Played, RehearsalHost, shared_memory, titles
 
 RECORDED = environment.ROOT / contract.RECORDED_FOLDER
 TREE = ["multiprocessing.resource_tracker", "sglang.launch_server", "sglang::detokenizer", "sglang::scheduler"]
@@ -131,6 +131,50 @@ def test_deployed_again_it_is_left_alone_and_its_greedy_answers_are_the_same(
     assert "changed=0" in played.text, played.text
     assert main_pid(host) == story["main"]
     assert greedy_answers(host) == story["answers"]
+
+
+def test_a_benchmark_measures_with_and_without_the_drafter_writes_a_report_and_gives_the_server_back(
+    host: RehearsalHost, story: dict[str, Any]
+) -> None:
+    """One round, as short as it can be: no verdict is due from it, every figure is."""
+    variables = {
+        "benchmark_steps": [1],
+        "benchmark_concurrencies": [2],
+        "benchmark_output_lengths": [64],
+        "benchmark_prompts": ["data/prompts/chat.json"],
+        "benchmark_num_prompts": 6,
+        "benchmark_repeats_per_start": 1,
+        "benchmark_rounds": 1,
+        "benchmark_max_rounds": 1,
+    }
+    with host.watched():
+        played = host.play("benchmark.yml", variables=variables)
+    assert played.status == 0, played.text
+    run = host.artifacts / "benchmarks" / "latest"
+    assert {one.name for one in run.glob("re*.*")} == {"report.html", "report.md", "results.json", "results.csv"}
+    assert list((run / "charts").glob("*.png"))
+    (found,) = json.loads((run / "results.json").read_text())["hosts"]
+    assert found["failures"] == [], found["failures"]
+    assert found["verdict"]["sentence"].startswith("SIMULATED: Not certain yet")
+    baseline, eagle3 = found["rows"]
+    assert (baseline["variant"], eagle3["variant"]) == ("baseline", "eagle3-1-step")
+    for row in (baseline, eagle3):
+        for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "tokens_per_s", "tokens_per_s_per_request", "step_ms"):
+            assert row[name] > 0, (row["variant"], name)
+        assert row["gpu_memory_mib"] == GPU_MIB
+    assert baseline["accept_length"] is None
+    assert 1.3 < eagle3["accept_length"] <= 2 and eagle3["accept_length_source"] == "requests"
+    assert eagle3["same_texts"] in (
+        True,
+        False,
+    )  # the model has not learnt these answers: near ties may fall either way
+    assert eagle3["predicted_speed_up"] > 0 and eagle3["speed_up"] > 0
+    assert all("sglang.launch_server" in one["server_command"] and one["versions"] for one in found["variants"])
+    # The baseline that ran before runs again.
+    wait_for(lambda: contract.answer(host.port, "GET", "/health", None, timeout=5)["status"] == 200, "it serves", 180)
+    left = host.left()
+    assert titles(left) == TREE and (left.mib, left.listens) == (GPU_MIB, True)
+    assert main_pid(host) != story["main"]
 
 
 def test_eagle3_takes_its_place_accepts_drafts_and_gives_the_same_greedy_tokens(host: RehearsalHost) -> None:
