@@ -1,1 +1,1 @@
-gpu_reset.py
+gpu_memory.py

@@ -1,1 +1,18 @@
-gpu_reset.py
+"""Every module that runs on a host, found by the name of this file: the other names are links to it.
+
+What they do is in plugin_utils/gpu_control/host_modules.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))
+
+from gpu_control.host_modules import MODULES  # noqa: E402
+
+ActionModule = MODULES[Path(__file__).stem]

@@ -167,16 +167,11 @@ seconds:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, checkpoint
+from ansible.module_utils.gpu_host import arguments, checkpoint, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.CHECKPOINT_INFO, supports_check_mode=True)
-    problems = arguments.model_problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**checkpoint.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.CHECKPOINT_INFO, checkpoint.run, arguments.model_problems)
 
 
 if __name__ == "__main__":

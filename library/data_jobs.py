@@ -171,16 +171,11 @@ would:
   returned: in check mode
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, data_jobs
+from ansible.module_utils.gpu_host import arguments, data_jobs, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.DATA_JOBS, supports_check_mode=True)
-    problems = arguments.problems(module.params) or data_jobs.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**data_jobs.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.DATA_JOBS, data_jobs.run, arguments.problems, data_jobs.problems)
 
 
 if __name__ == "__main__":

@@ -114,16 +114,11 @@ msg:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, eagle3
+from ansible.module_utils.gpu_host import arguments, eagle3, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.EAGLE3_DRAFTER, supports_check_mode=True)
-    problems = arguments.model_problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**eagle3.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.EAGLE3_DRAFTER, eagle3.run, arguments.model_problems)
 
 
 if __name__ == "__main__":

@@ -215,16 +215,11 @@ seconds:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, host_info
+from ansible.module_utils.gpu_host import arguments, host_info, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.GPU_HOST_INFO, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg=" ".join(problems))
-    module.exit_json(**host_info.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.GPU_HOST_INFO, host_info.run, arguments.problems)
 
 
 if __name__ == "__main__":

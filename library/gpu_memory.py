@@ -184,16 +184,11 @@ gpus:
       type: dict
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, memory_report
+from ansible.module_utils.gpu_host import arguments, memory_report, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.GPU_MEMORY, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg=" ".join(problems))
-    module.exit_json(**memory_report.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.GPU_MEMORY, memory_report.run, arguments.problems)
 
 
 if __name__ == "__main__":

@@ -357,18 +357,12 @@ earlier:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, reset
+from ansible.module_utils.gpu_host import arguments, ordinary_module, reset
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.GPU_RESET, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    result = reset.run(module.params, check_mode=module.check_mode, diff=module._diff)
     # async_status takes a result that has started and no finished for that of a job which still runs.
-    module.exit_json(finished=True, **result)
+    ordinary_module.main(arguments.GPU_RESET, reset.run, arguments.problems, finished=True)
 
 
 if __name__ == "__main__":

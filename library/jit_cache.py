@@ -97,16 +97,11 @@ new:
   returned: with V(unpacked)
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, jit_cache
+from ansible.module_utils.gpu_host import arguments, jit_cache, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.JIT_CACHE, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg=" ".join(problems))
-    module.exit_json(**jit_cache.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.JIT_CACHE, jit_cache.run, arguments.problems)
 
 
 if __name__ == "__main__":

@@ -177,16 +177,11 @@ unfinished:
   returned: with O(patience)
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, kernel_build
+from ansible.module_utils.gpu_host import arguments, kernel_build, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.KERNEL_BUILD, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg=" ".join(problems))
-    module.exit_json(**kernel_build.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.KERNEL_BUILD, kernel_build.run, arguments.problems)
 
 
 if __name__ == "__main__":

@@ -96,16 +96,11 @@ findings:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, kernel_package
+from ansible.module_utils.gpu_host import arguments, kernel_package, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.KERNEL_PACKAGE_INFO, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg=" ".join(problems))
-    module.exit_json(**kernel_package.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.KERNEL_PACKAGE_INFO, kernel_package.run, arguments.problems)
 
 
 if __name__ == "__main__":

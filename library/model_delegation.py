@@ -113,16 +113,11 @@ msg:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, delegation
+from ansible.module_utils.gpu_host import arguments, delegation, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.MODEL_DELEGATION, supports_check_mode=True)
-    problems = arguments.model_problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**delegation.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.MODEL_DELEGATION, delegation.run, arguments.model_problems)
 
 
 if __name__ == "__main__":

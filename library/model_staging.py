@@ -242,16 +242,11 @@ progress:
   returned: with RV(unfinished)
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, staging, staging_sources
+from ansible.module_utils.gpu_host import arguments, ordinary_module, staging, staging_sources
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.MODEL_STAGING, supports_check_mode=True)
-    problems = arguments.problems(module.params) or staging_sources.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**staging.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.MODEL_STAGING, staging.run, arguments.problems, staging_sources.problems)
 
 
 if __name__ == "__main__":

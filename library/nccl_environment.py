@@ -87,15 +87,11 @@ backup:
   type: str
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, nccl_environment
+from ansible.module_utils.gpu_host import arguments, nccl_environment, ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.NCCL_ENVIRONMENT, supports_check_mode=True)
-    if problems := nccl_environment.problems(module.params):
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**nccl_environment.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.NCCL_ENVIRONMENT, nccl_environment.run, nccl_environment.problems)
 
 
 if __name__ == "__main__":

@@ -97,16 +97,11 @@ out:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, router_worker
+from ansible.module_utils.gpu_host import arguments, ordinary_module, router_worker
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.ROUTER_WORKER, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems))
-    module.exit_json(**router_worker.run(module.params, check_mode=module.check_mode))
+    ordinary_module.main(arguments.ROUTER_WORKER, router_worker.run, arguments.problems)
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ options:
     default: 120
   nodes:
     description:
-      - The hosts that share the server, the one that serves first; [] where it has one. The action plugin lets them know
-        of each other - a host that waits for a slower one is not stuck, one whose neighbour fails does not wait for
-        ever, and all are ready together.
+      - The hosts that share the server, the one that serves first; [] where it has one. The action plugin lets them
+        know of each other - a host that waits for a slower one is not stuck, one whose neighbour fails does not wait
+        for ever, and all are ready together.
     type: list
     elements: str
     default: []
@@ -171,16 +171,11 @@ seconds:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, server_health
+from ansible.module_utils.gpu_host import arguments, ordinary_module, server_health
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.SERVER_HEALTH, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**server_health.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.SERVER_HEALTH, server_health.run, arguments.problems)
 
 
 if __name__ == "__main__":

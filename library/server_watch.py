@@ -129,16 +129,11 @@ files:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, server_watch
+from ansible.module_utils.gpu_host import arguments, ordinary_module, server_watch
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.SERVER_WATCH, supports_check_mode=True)
-    problems = arguments.problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**server_watch.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    ordinary_module.main(arguments.SERVER_WATCH, server_watch.run, arguments.problems)
 
 
 if __name__ == "__main__":

@@ -159,16 +159,12 @@ unfinished:
   returned: with O(patience)
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, serving_benchmark
+from ansible.module_utils.gpu_host import arguments, ordinary_module, serving_benchmark
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.SERVING_BENCHMARK, supports_check_mode=True)
-    problems = arguments.problems(module.params) + arguments.benchmark_problems(module.params)
-    if problems:
-        module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
-    module.exit_json(**serving_benchmark.run(module.params, check_mode=module.check_mode, diff=module._diff))
+    judges = arguments.problems, arguments.benchmark_problems
+    ordinary_module.main(arguments.SERVING_BENCHMARK, serving_benchmark.run, *judges)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""What the files in library/ have in common: one call of gpu_host as an ordinary Ansible module.
+
+It is used where the action plugin can't take its shorter way (see plugin_utils/gpu_control/host_module.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Callable
+
+from ansible.module_utils.basic import AnsibleModule
+
+
+def main(
+    spec: Mapping[str, Any],
+    run: Callable[..., dict[str, Any]],
+    *judges: Callable[[dict[str, Any]], list[str]],
+    **more: Any,
+) -> None:
+    """Judge the parameters, run, exit with the result and ``more``."""
+    module = AnsibleModule(argument_spec=dict(spec), supports_check_mode=True)
+    for judge in judges:
+        if problems := judge(module.params):
+            module.fail_json(msg="Nothing was done. " + " ".join(problems), refused=True)
+    module.exit_json(**run(module.params, check_mode=module.check_mode, diff=module._diff), **more)

@@ -1,0 +1,170 @@
+"""The modules that run on a host, each with what it has of its own on the control node. action_plugins/ links here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ansible import constants as C
+from gpu_host import arguments, data_jobs, nccl_environment, staging_sources
+
+from . import breaker, health, hooks, lean, measuring, records, reports, together
+from . import gate as gates
+from .host_module import PACKAGE, REPOSITORY, HostModule, display
+
+
+class GpuMemory(HostModule):
+    spec, entry = arguments.GPU_MEMORY, "memory_report"
+
+
+class ServerInfo(HostModule):
+    spec, entry = arguments.SERVER_INFO, "server_state"
+
+
+class KernelBuild(HostModule):
+    spec, entry = arguments.KERNEL_BUILD, "kernel_build"
+
+
+class KernelPackageInfo(HostModule):
+    spec, entry = arguments.KERNEL_PACKAGE_INFO, "kernel_package"
+
+
+class JitCache(HostModule):
+    spec, entry = arguments.JIT_CACHE, "jit_cache"
+
+
+class RouterWorker(HostModule):
+    spec, entry = arguments.ROUTER_WORKER, "router_worker"
+
+
+class NcclEnvironment(HostModule):
+    spec, entry = arguments.NCCL_ENVIRONMENT, "nccl_environment"
+    judges = (arguments.problems, nccl_environment.problems)
+
+
+class ModelStaging(HostModule):
+    spec, entry = arguments.MODEL_STAGING, "staging"
+    judges = (arguments.problems, staging_sources.problems)
+
+
+class DataJobs(HostModule):
+    spec, entry = arguments.DATA_JOBS, "data_jobs"
+    judges = (arguments.problems, data_jobs.problems)
+
+
+class GpuHostInfo(HostModule):
+    spec, entry = arguments.GPU_HOST_INFO, "host_info"
+
+    def finish(self, returned: dict[str, Any]) -> dict[str, Any]:
+        if not self._task.async_val:
+            returned["report"] = reports.write(self.host, returned)
+        return returned
+
+
+class ServerLaunch(HostModule):
+    spec, entry = arguments.SERVER_LAUNCH, "server_launch"
+
+    def prepare(self, params: dict[str, Any]) -> None:
+        params["who"] = params["who"] or records.who()
+
+
+class ServerWatch(HostModule):
+    spec, entry = arguments.SERVER_WATCH, "server_watch"
+
+    def prepare(self, params: dict[str, Any]) -> None:
+        params.update(lean.kept(PACKAGE, "watch_look", params))
+
+
+class ServerHealth(HostModule):
+    spec, entry = arguments.SERVER_HEALTH, "server_health"
+
+    def follow(self, call: Callable[[], dict[str, Any]], params: dict[str, Any]) -> dict[str, Any]:
+        returned = health.follow(call, params, self.host, display.display, self._together(params["nodes"]))
+        params["carry"] = None  # as it was called
+        return returned
+
+    def _together(self, nodes: list[str]) -> together.Together | None:
+        """What lets the hosts of one server know of each other; None for a server of one host."""
+        if len(nodes) < 2 or self.host not in nodes:
+            return None
+        return together.Together(Path(C.DEFAULT_LOCAL_TMP), self._task._uuid, nodes, self.host)
+
+
+class ServingBenchmark(HostModule):
+    spec, entry = arguments.SERVING_BENCHMARK, "serving_benchmark"
+    judges = (arguments.problems, arguments.benchmark_problems)
+
+    def judge(self, params: dict[str, Any]) -> list[str]:
+        return measuring.take_prompts(params, REPOSITORY)
+
+    def finish(self, returned: dict[str, Any]) -> dict[str, Any]:
+        return measuring.completed(returned)
+
+
+class GpuReset(HostModule):
+    spec, entry = arguments.GPU_RESET, "reset"
+
+    def judge(self, params: dict[str, Any]) -> list[str]:
+        return hooks.problems({key: self.variable(key) for key in hooks.VARIABLES})
+
+    def prepare(self, params: dict[str, Any]) -> None:
+        params["run_id"] = params["run_id"] or records.new_run_id()
+        params["last_recorded_run"] = params["last_recorded_run"] or records.last_recorded_run(
+            records.artifacts_folder() / records.FILE_NAME, self.host
+        )
+
+    def call(self) -> dict[str, Any]:
+        gate = self._gate()
+        return super().call() if gate is None else self._call_gated(gate)
+
+    def _gate(self) -> gates.Gate | None:
+        """What a run over many hosts asks before each of them is begun (gate.py)."""
+        if "__reset_gate" not in self.task_vars or self._task.delegate_to:
+            return None
+        nodes = [str(node) for node in self.variable("sglang_nodes") or []]
+        folders = Path(C.DEFAULT_LOCAL_TMP), records.artifacts_folder()
+        return gates.Gate(self.task_vars["__reset_plan"], self.host, nodes, *folders, bool(self._task.check_mode))
+
+    def _call_gated(self, gate: gates.Gate) -> dict[str, Any]:
+        def not_ready(node: str) -> str:
+            hostvars = self.task_vars["hostvars"]
+            return str(hostvars[node].get("gpu_host_not_ready") or "") if node in hostvars else ""
+
+        policy = str(self._task.args.get("policy") or self.spec["policy"]["default"])
+        reason = gate.begin(self.task_vars["ansible_play_hosts_all"], not_ready)
+        if not reason and (waited := gate.wait_for_head(policy)) is not None:
+            reason = waited
+            self._task.args["policy"] = "force"  # the server's first node was asked, and has ended
+        if reason:
+            return gates.skipped(reason, policy, bool(self._task.check_mode))
+        returned = None
+        try:
+            returned = super().call()
+        finally:
+            last_word = self._task.args.get("phases") == ["verify"]  # the hypervisor has been asked by then
+            try:
+                gate.end(returned, not last_word and bool(self.variable("gpu_hypervisor")))
+            except (OSError, breaker.Unreadable) as error:
+                display.warning(f"{gate.host} was not counted for the breaker: {error}")
+        return returned
+
+
+MODULES: dict[str, type[HostModule]] = {
+    "data_jobs": DataJobs,
+    "gpu_host_info": GpuHostInfo,
+    "gpu_memory": GpuMemory,
+    "gpu_reset": GpuReset,
+    "jit_cache": JitCache,
+    "kernel_build": KernelBuild,
+    "kernel_package_info": KernelPackageInfo,
+    "model_staging": ModelStaging,
+    "nccl_environment": NcclEnvironment,
+    "router_worker": RouterWorker,
+    "server_health": ServerHealth,
+    "server_info": ServerInfo,
+    "server_launch": ServerLaunch,
+    "server_watch": ServerWatch,
+    "serving_benchmark": ServingBenchmark,
+}
+"""By the name of the module and of its action plugin."""
