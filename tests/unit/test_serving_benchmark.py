@@ -136,6 +136,25 @@ def test_the_same_prompts_in_the_same_order_give_the_same_texts(host: SimulatedH
     assert lengths == [8] * 6
 
 
+def test_the_stand_in_of_the_client_writes_what_the_real_one_was_recorded_to_write(
+    host: SimulatedHost, server: StandIn, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.json").write_text(dataset(3))
+    words = ["--backend", "sglang", "--base-url", f"http://127.0.0.1:{server.port}", "--dataset-name", "sharegpt"]
+    words += ["--dataset-path", str(tmp_path / "prompts.json"), "--num-prompts", "3", "--sharegpt-output-len", "8"]
+    words += ["--max-concurrency", "2", "--output-file", str(tmp_path / "out.jsonl"), "--flush-cache"]
+    environment = {**host.environment(), "OPENAI_API_KEY": KEY, "SGLANG_STANDIN_CLIENT_PAUSE": "0"}
+    for module in ("sglang.benchmark.serving", "sglang.bench_serving"):
+        subprocess.run([sys.executable, "-m", module, *words], env=environment, check=True, capture_output=True)
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    recorded_one = json.loads((ROOT / "tests/recorded/gpu/bench_serving-eagle3-simulated-accept-3.jsonl").read_text())
+    for one in written:
+        assert list(one) == list(recorded_one)
+        differing = {name for name in one if type(one[name]) is not type(recorded_one[name])}
+        assert differing <= {"sharegpt_output_len", "accept_length"}  # a number here, nothing there, or the other way
+        assert one["completed"] == 3 and one["request_rate"] == float("inf")
+
+
 def test_calls_of_one_task_follow_one_measurement_with_lines_of_progress(host: SimulatedHost, server: StandIn) -> None:
     lines = []
     wanted = params(host, task="followed", patience=0.7)
@@ -204,12 +223,17 @@ def test_a_client_that_never_ends_is_ended_at_the_deadline(host: SimulatedHost, 
     variables = {"SGLANG_STANDIN_CLIENT": "slow"}
     result = call(host, params(host, num_prompts=2, output_length=4, timeout=4.0, variables=variables))
     assert "After 4 s only 2 of 2 requests were answered" in result["msg"]
-    assert clients() == []
+    assert clients(host) == []
 
 
-def clients() -> list[int]:
-    """Pids of benchmark clients that run."""
-    return [pid for pid, one in Proc().snapshot().items() if any("bench_client.py" in word for word in one.argv)]
+def clients(host: SimulatedHost) -> list[int]:
+    """Pids of the host's benchmark clients that run."""
+    own = str(host.folder)
+    return [
+        pid
+        for pid, one in Proc().snapshot().items()
+        if any("bench_client.py" in word and own in word for word in one.argv)
+    ]
 
 
 def test_a_server_that_dies_half_way_is_named_with_how_far_it_came(host: SimulatedHost) -> None:
@@ -221,7 +245,7 @@ def test_a_server_that_dies_half_way_is_named_with_how_far_it_came(host: Simulat
     assert "The server dying died while it was measured, after " in result["msg"]
     told = measuring.completed(result)
     assert told["diagnosis"]["id"] == "illegal-memory-access" and "log_tail" not in told
-    assert clients() == [] and left(host) == []
+    assert clients(host) == [] and left(host) == []
 
 
 def test_a_request_that_fails_fails_the_measurement_in_the_servers_words_and_keeps_the_rest(
@@ -307,7 +331,7 @@ def test_a_measurement_whose_process_is_killed_says_so_and_leaves_nothing(host: 
     os.kill(_status(host, "killed")["pid"], signal.SIGKILL)
     result = call(host, wanted)
     assert "The measurement ended without a word" in result["msg"]
-    wait(lambda: not clients())
+    wait(lambda: not clients(host))
     assert left(host) == []
 
 
