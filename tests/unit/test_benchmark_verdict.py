@@ -163,15 +163,33 @@ def test_of_200_comparisons_of_a_variant_with_itself_at_most_5_percent_name_a_wi
     assert winners <= 10
 
 
+def rules_for(recorded: dict) -> verdict.Rules:
+    """As many rounds as the noise of the recording needs; those of the defaults where it does not say."""
+    rounds = recorded.get("rounds_that_find_5_percent")
+    return verdict.Rules(first_look=rounds, last_look=rounds) if rounds else verdict.Rules()
+
+
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_a_planted_difference_of_5_percent_is_found_in_at_least_95_percent(file):
     recorded, generator = json.loads(file.read_text()), random.Random(12)
     for factor, kind in ((1.05, verdict.FASTER), (1 / 1.05, verdict.SLOWER)):
-        found = [outcome(recorded, generator, factor, verdict.Rules()) for _ in range(100)]
+        found = [outcome(recorded, generator, factor, rules_for(recorded)) for _ in range(100)]
         right = sum(all(one.state == kind for one in each.comparisons) for each in found)
         assert right >= 95
         expected = verdict.ENABLE if factor > 1 else verdict.DO_NOT_ENABLE
         assert sum(each.kind == expected for each in found) >= 95
+
+
+NOISY = [file for file in RECORDED if "rounds_that_find_5_percent" in json.loads(file.read_text())]
+
+
+@pytest.mark.parametrize("file", NOISY, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_where_the_noise_is_too_great_for_the_rounds_a_difference_stays_open_and_is_not_turned_round(file):
+    recorded, generator = json.loads(file.read_text()), random.Random(13)
+    found = [outcome(recorded, generator, 1.05, verdict.Rules()) for _ in range(100)]
+    assert sum(any(one.state == verdict.SLOWER for one in each.comparisons) for each in found) <= 5
+    asked = [each for each in found if each.open_variants]
+    assert len(asked) > 50 and all(each.more_rounds > 0 for each in asked)
 
 
 def test_with_four_variants_of_unlike_noise_that_are_all_the_same_few_runs_name_a_winner():
