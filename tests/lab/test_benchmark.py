@@ -144,7 +144,10 @@ def test_what_can_not_be_measured_is_refused_before_a_server_is_ended(gpu_host: 
         assert refused.status != 0 and refused.says("Nothing was done."), refused.output
         assert refused.says(words), refused.output
         assert "Reset the host" not in refused.output
-    assert sglang_pid(gpu_host) == pid
+    assert not (bench.artifacts / "benchmarks").exists()
+    shown = bench.run("--check")
+    assert shown.status == 0, shown.output
+    assert sglang_pid(gpu_host) == pid and not (bench.artifacts / "benchmarks").exists()
 
 
 # Cases without invented noise: what the verdict says of noise is tested on figures alone.
