@@ -31,7 +31,7 @@ RESULT = environment.ROOT / "tests" / "bench" / "results" / "aiperf.json"
 # Long prompts, so that the first token's time is that of their computation, not of the web server.
 PROMPTS = environment.ROOT / "data" / "prompts" / "summary.json"
 MOST_CHARACTERS = 2200  # some 1300 tokens of the model's 2048
-LOADS = {"c1": Load(1, 6, 192, 1), "c4": Load(4, 16, 192, 4)}
+LOADS = {"c1": Load(1, 6, 192, 1), "c4": Load(4, 12, 192, 4)}
 WITHIN = 0.03
 
 
