@@ -53,7 +53,7 @@ lint: setup  ## ruff, mypy, yamllint, ansible-lint
 	$(BIN)/ansible-lint --offline --strict
 
 unit: setup  ## Unit tests
-	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # What decides whom a reset ends, and the tests of it alone: other tests may not lend their coverage.
 DECIDES_A_KILL := command_line ending managers policy processes scope signals survey
