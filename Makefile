@@ -69,7 +69,7 @@ integration: simulator  ## Tests on the simulated host
 
 # Without root or podman these say what is missing; in CI that is a failure.
 lab: simulator  ## Tests on real systemd hosts (root, podman)
-	@if .ci/lab-ready; then $(BIN)/python -m pytest tests/lab $(PYTEST_ARGS); else [ -z "$${CI:-}" ]; fi
+	@if .ci/lab-ready; then $(BIN)/python -m pytest tests/lab -n 2 --dist loadfile $(PYTEST_ARGS); else [ -z "$${CI:-}" ]; fi
 
 molecule: simulator  ## Molecule scenarios on real systemd hosts; SCENARIO=name for one
 	@if .ci/lab-ready; then molecule/run $(SCENARIO); else [ -z "$${CI:-}" ]; fi

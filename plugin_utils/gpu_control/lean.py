@@ -99,14 +99,15 @@ def modules(package_folder: Path, entry: str, at_once: bool = False) -> dict[str
     return {f"{PACKAGE}.{name}" if name else PACKAGE: text for name, text in found.items()}
 
 
-def sources(package_folder: Path, entry: str) -> bytes:
-    """The program with ``modules`` as text, and compiled where they are imported at once; all compressed."""
-    compiled = {
-        name: marshal.dumps(compile(text, f"<{name}>", "exec", dont_inherit=True))
-        for name, text in modules(package_folder, entry, at_once=True).items()
-    }
-    texts = json.dumps(modules(package_folder, entry))
-    parts = _PROGRAM.encode(), texts.encode(), MAGIC_NUMBER + marshal.dumps(compiled)
+def sources(package_folder: Path, entry: str, compiled: bool = True) -> bytes:
+    """The program with ``modules`` as text, and ``compiled`` where they are imported at once; all compressed."""
+    parts = [_PROGRAM.encode(), json.dumps(modules(package_folder, entry)).encode()]
+    if compiled:
+        codes = {
+            name: marshal.dumps(compile(text, f"<{name}>", "exec", dont_inherit=True))
+            for name, text in modules(package_folder, entry, at_once=True).items()
+        }
+        parts.append(MAGIC_NUMBER + marshal.dumps(codes))
     return zlib.compress(b"\0".join(parts), 9)
 
 
@@ -135,8 +136,12 @@ def program(built: bytes, module: str, params: dict[str, Any], *, check_mode: bo
 
 
 def kept(package_folder: Path, entry: str, params: dict[str, Any]) -> dict[str, str]:
-    """The same program to be kept on a host: ``bootstrap`` for the interpreter, ``program`` (base64) for its input."""
-    built = program(sources(package_folder, entry), entry, params, check_mode=False, diff=False)
+    """The same program to be kept on a host: ``bootstrap`` for the interpreter, ``program`` (base64) for its input.
+
+    The same sources give the same bytes, which compiled code does not: what marshal writes depends on who else refers
+    to a value.
+    """
+    built = program(sources(package_folder, entry, compiled=False), entry, params, check_mode=False, diff=False)
     return {"bootstrap": BOOTSTRAP, "program": base64.b64encode(built).decode()}
 
 

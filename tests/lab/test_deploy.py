@@ -284,7 +284,7 @@ def test_a_start_without_a_sign_of_work_is_stuck_in_a_named_phase_and_leaves_evi
 def test_drafts_that_are_never_accepted_are_no_success(failing: Target) -> None:
     done = failing.deploy(settings={"ACCEPT_LENGTH": 1.0})
     assert done.status != 0
-    assert done.says("acceptance: the accept length is 1.00"), done.output
+    assert done.says("acceptance: the accept length is 1.01"), done.output
 
 
 def test_an_answer_that_makes_no_sense_is_no_success(failing: Target) -> None:

@@ -23,7 +23,7 @@ def test_with_idle_only_nobody_who_sends_requests_to_a_busy_host_sees_a_failure(
             record = reset(gpu_host, policy="idle_only")
             assert record["verdict"] == "skipped", record
             assert record["reason"].startswith("policy idle_only: port-30000 is busy ("), record["reason"]
-    assert traffic.failed() == [] and len(traffic.requests) > 10
+    assert traffic.failed() == [] and len(traffic.requests) >= 4
     # And when the requests have ended, the host is idle, and reset.
     assert reset(gpu_host, policy="idle_only", grace=20.0)["verdict"] == "clean"
 

@@ -161,6 +161,15 @@ def test_what_travels_to_a_host_is_complete_and_needs_nothing_but_pythons_standa
     assert "KeyError" in result["msg"], result
 
 
+def test_a_program_that_is_kept_on_a_host_is_the_same_whoever_builds_it() -> None:
+    folder = ROOT / "module_utils/gpu_host"
+    build = f"lean.kept(Path({str(folder)!r}), 'watch_look', {{}})['program']"
+    code = f"from pathlib import Path; from gpu_control import lean; print({build}, end='')"
+    environment = {"PYTHONPATH": str(ROOT / "plugin_utils")}
+    other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout == lean.kept(folder, "watch_look", {})["program"]
+
+
 @pytest.mark.parametrize(("magic", "from_what"), [(MAGIC_NUMBER, "compiled"), (b"other", "text")])
 def test_only_a_host_of_the_same_python_takes_what_was_compiled_here(
     magic: bytes, from_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
