@@ -6,10 +6,8 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -131,14 +129,13 @@ def _run_scenario(scenario: str, keep: bool) -> list[str]:
     """Run `molecule test` inside the network of a fresh lab; returns the lines that say why it failed, none if not."""
     name = f"molecule-{scenario.replace('_', '-')}-{os.getpid()}"
     lab = Lab.create(name, owner=None if keep else os.getpid())
-    control_paths = tempfile.mkdtemp(prefix="lab-")  # a short path: a socket's name has room for 107 characters
     try:
         environment = os.environ | lab.ansible_environment()
         del environment["ANSIBLE_CONFIG"]  # Molecule writes its own
         environment |= {
             "LAB_NAME": name,
             "LAB_INVENTORY": str(lab.write_inventory()),
-            "LAB_CONTROL_PATHS": control_paths,
+            "LAB_CONTROL_PATHS": str(lab.control_paths),
             "GPU_ARTIFACTS": str(lab.folder / "artifacts"),
             "MOLECULE_COMMAND_BORDERS": "false",
         }
@@ -150,7 +147,6 @@ def _run_scenario(scenario: str, keep: bool) -> list[str]:
         telling = [line for line in lines if _TELLS_WHY.search(line)]
         return telling[:_LINES_OF_WHY] or lines[-_LINES_OF_WHY:] or [f"molecule ended with {status}"]
     finally:
-        shutil.rmtree(control_paths, ignore_errors=True)
         if keep:
             print(f"The lab stays: python -m tests.lab --name {name} ssh gpu-1 (or down)", file=sys.stderr)
         else:

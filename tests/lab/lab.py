@@ -22,6 +22,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -170,6 +171,7 @@ class Lab:
             mounted = line.split()[1]
             if mounted.startswith(f"{self.folder}/"):
                 run(["umount", "--lazy", mounted], check=False)
+        shutil.rmtree(self.control_paths, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # Network
@@ -325,10 +327,16 @@ class Lab:
         """What makes Ansible use this checkout, with a home of its own: two runs at once remove each other's state."""
         home = self.folder / "ansible"
         home.mkdir(exist_ok=True)
-        return ansible_environment(home)
+        self.control_paths.mkdir(mode=0o700, exist_ok=True)
+        return ansible_environment(home, self.control_paths)
+
+    @property
+    def control_paths(self) -> Path:
+        """Where ssh keeps its masters' sockets. Not in the lab's folder: a socket's name has room for 107 characters."""
+        return Path(tempfile.gettempdir()) / self.namespace
 
 
-def ansible_environment(home: Path) -> dict[str, str]:
+def ansible_environment(home: Path, control_paths: Path) -> dict[str, str]:
     """Environment in which Ansible finds this repository's modules, roles and plugins from any folder."""
     folders = {
         "ANSIBLE_LIBRARY": "library",
@@ -343,7 +351,7 @@ def ansible_environment(home: Path) -> dict[str, str]:
     return paths | {
         "ANSIBLE_HOME": str(home),
         "ANSIBLE_CONFIG": str(REPOSITORY / "ansible.cfg"),
-        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(home / "cp"),
+        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(control_paths),
         "ANSIBLE_NOCOLOR": "1",
         "PATH": venv,
     }
