@@ -332,7 +332,7 @@ class Lab:
 
     @property
     def control_paths(self) -> Path:
-        """Where ssh keeps its masters' sockets. Not in the lab's folder: a socket's name has room for 107 characters."""
+        """Where ssh keeps its masters' sockets: a short path, since one has room for 107 characters."""
         return Path(tempfile.gettempdir()) / self.namespace
 
 
