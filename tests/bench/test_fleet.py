@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import threading
 import time
@@ -142,6 +143,8 @@ def children_seconds() -> float:
 
 @pytest.fixture
 def fleet(gpu_host: Host, tmp_path: Path) -> Fleet:  # noqa: F811
+    if not shutil.which("parallel-ssh"):
+        pytest.skip("parallel-ssh is missing: apt-get install pssh")
     return Fleet(gpu_host, tmp_path)
 
 
