@@ -59,6 +59,7 @@ def server_variables(settings: Mapping[str, Any] | None = None) -> dict[str, Any
         "sglang_arguments": {"tp_size": 1},
         "sglang_environment": {"PYTHONPATH": STANDIN, "PYTHONDONTWRITEBYTECODE": 1, **environment},
         "server_health_chat_expect": "model",
+        "server_health_chat_tokens": 12,
         "gpu_reset_grace": 5,
         "deploy_soak": 8,
     }

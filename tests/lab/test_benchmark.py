@@ -95,7 +95,7 @@ def test_known_step_times_and_accept_lengths_come_out_again_with_the_right_verdi
     assert outcome.says("step 1 of 4: ") and outcome.says("round 2; about ")
     assert (outcome.folder / "report.html").stat().st_size > 10000
     assert active(first, "sglang") == "active" and sglang_pid(first) != before[0]
-    assert active(second, "sglang") == "inactive" and second.find("sglang.launch_server") == []
+    assert active(second, "sglang") != "active" and second.find("sglang.launch_server") == []
     assert active(first, "benchmark") == active(second, "benchmark") == "inactive"
 
 
@@ -113,7 +113,7 @@ def test_a_variant_that_dies_is_reported_with_its_cause_and_a_killed_run_goes_on
     os.killpg(play.pid, signal.SIGKILL)
     play.wait()
     first = {path: path.read_bytes() for path in kept.glob("2*/measurements/*/*.json")}
-    assert active(gpu_host, "sglang") == "inactive"  # the play could give nothing back
+    assert active(gpu_host, "sglang") != "active"  # the play could give nothing back
     outcome = bench.run(benchmark_run="latest")
     assert outcome.status == 0, outcome.output
     measured = outcome.measured(gpu_host)
