@@ -60,8 +60,8 @@ def _table(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
             (
                 one["host"],
                 str(gpu["index"]),
-                _mib(gpu["used_mib"]),
-                _mib(gpu["total_mib"]),
+                table.mib(gpu["used_mib"]),
+                table.mib(gpu["total_mib"]),
                 "?" if gpu["utilization_percent"] is None else str(gpu["utilization_percent"]),
                 gpu["name"] or "?",
                 _processes(gpu),
@@ -81,7 +81,7 @@ def _processes(gpu: Mapping[str, Any]) -> str:
     shown = [
         f"{process['name'] or 'a process that is not visible'} (pid {process['pid']}"
         + (f", {process['user']}" if process["user"] else "")
-        + (f", {_mib(process['used_mib'])} MiB" if process["used_mib"] is not None else "")
+        + (f", {table.mib(process['used_mib'])} MiB" if process["used_mib"] is not None else "")
         + ")"
         for process in ordered[:3]
     ]
@@ -109,12 +109,8 @@ def last_line(found: Mapping[str, Any]) -> str:
     unread = f", {len(gpus) - len(known)} can't be read" if len(known) < len(gpus) else ""
     return (
         f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}{mark} ({states}) - {len(gpus)} GPUs, "
-        f"{with_processes} with processes{unread}; {_mib(used)} of {_mib(total)} MiB used"
+        f"{with_processes} with processes{unread}; {table.mib(used)} of {table.mib(total)} MiB used"
     )
-
-
-def _mib(value: Any) -> str:
-    return "?" if value is None else f"{value:,}".replace(",", " ")
 
 
 def _one_line(value: Any) -> str:

@@ -45,7 +45,8 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     ]
 
 
-def _mib(value: Any) -> str:
+def mib(value: Any) -> str:
+    """MiB for people, ? where they are not known."""
     return "?" if value is None else f"{value:,}".replace(",", " ")
 
 
@@ -57,8 +58,8 @@ def gpu_table(records: Sequence[dict[str, Any]]) -> list[str]:
             (
                 one["host"],
                 str(gpu["index"]),
-                _mib(gpu.get("used_mib_before")),
-                _mib(gpu.get("used_mib_after")),
+                mib(gpu.get("used_mib_before")),
+                mib(gpu.get("used_mib_after")),
                 gpu["verdict"],
                 gpu.get("cure") or "",
             )
