@@ -43,9 +43,10 @@ def notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         "from minute to minute, not how starts differ."
     ]
     if any("SGLANG_SIMULATE_ACC_LEN" in one.get("environment", {}) for one in plan["variants"]):
+        drawn = "the model's weights are drawn at random" if plan["shape"].get("size") else "the model is tiny"
         found.append(
-            "The accept lengths are simulated (SGLANG_SIMULATE_ACC_LEN) and the model is tiny: the table shows what "
-            "a report looks like and that the arithmetic holds, not what a drafter is worth."
+            f"The accept lengths are simulated (SGLANG_SIMULATE_ACC_LEN) and {drawn}: the table shows what a report "
+            "looks like and that the arithmetic holds, not what a drafter is worth."
         )
     return found
 

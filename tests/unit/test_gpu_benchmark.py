@@ -86,6 +86,48 @@ def test_the_speed_up_is_predicted_within_each_round_from_accept_length_and_step
     assert one["rounds"] == 2
 
 
+# The model that is measured
+
+LLAMA = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 1024}
+
+
+def test_a_resized_drafter_keeps_its_layer_and_drafts_from_all_tokens() -> None:
+    made = benchmark.resized(LLAMA, benchmark.SIZE)
+    assert made == {**LLAMA, **benchmark.SIZE}
+    drafter = benchmark.resized({**LLAMA, "num_hidden_layers": 1, "draft_vocab_size": 512}, benchmark.SIZE)
+    assert drafter == {**made, "num_hidden_layers": 1, "draft_vocab_size": 1024}
+
+
+def test_a_resized_model_has_no_weights_and_a_tokenizer_that_shows_every_token(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "made" / "target"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(LLAMA))
+    tokenizer = {"model": {"vocab": {"Ġa": 5}}, "decoder": {"type": "ByteLevel"}}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "model.safetensors").write_bytes(b"weights")
+    benchmark.resize(source, target, {"hidden_size": 4096})
+    assert sorted(one.name for one in target.iterdir()) == ["chat_template.jinja", "config.json", "tokenizer.json"]
+    assert json.loads((target / "config.json").read_text())["hidden_size"] == 4096
+    made = json.loads((target / "tokenizer.json").read_text())
+    assert made == {**tokenizer, "decoder": {"type": "Fuse"}}
+    before = {one: one.stat().st_mtime_ns for one in target.iterdir()}
+    benchmark.resize(source, target, {"hidden_size": 4096})
+    assert {one: one.stat().st_mtime_ns for one in target.iterdir()} == before
+
+
+def test_weights_are_drawn_only_for_a_resized_model() -> None:
+    sized, own = benchmark.arguments(benchmark.Shape()), benchmark.arguments(benchmark.Shape(size={}))
+    assert sized["load_format"] == "dummy" and "load_format" not in own
+    without = benchmark.arguments(benchmark.Shape(arguments={"load_format": None}))
+    assert without.keys() == sized.keys() - {"load_format"}
+
+
+def test_long_prompts_are_of_one_length_and_differ() -> None:
+    found = benchmark.prompts(benchmark.Shape(loads={"4": 12}, prompt_characters=7000), "4")
+    assert {len(one) for one in found} == {7000} and len(set(found)) == 12
+
+
 # What was recorded
 
 

@@ -16,19 +16,33 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from . import procs, raw, servers
-from .scenarios import holders, scenario
+from .scenarios import empty, holders, scenario
 from .session import REPOSITORY, Session
 
 # The module's own code, as tests/conftest.py makes it known to the tests.
 sys.path.insert(0, str(REPOSITORY / "module_utils"))
 
 NAME = "benchmark"
+STARTS = "benchmark-starts"
 BASELINE = "baseline"
 WITHIN = 0.05  # the predicted speed-up of the measured one
+LEAST_ROUNDS = 5
+# A step of the rehearsal's own model (1.7 M parameters) waits for the processor, which gives it another time from one
+# second to the next. A step of this one waits for the GPU's memory: 13 G parameters, 26 GB, drawn by SGLang itself.
+SIZE: Mapping[str, int] = {
+    "hidden_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 13824,
+    "max_position_embeddings": 8192,
+}
 SPECULATION = {"algorithm": "EAGLE3", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
 MODULE = "import json, sys; from gpu_host import {0}; print(json.dumps({0}.run(json.load(sys.stdin))))"
 _DECODE = re.compile(r"^.*Decode batch.*$", re.MULTILINE)
@@ -46,11 +60,15 @@ class Shape:
     variants: Mapping[str, float | None] = field(
         default_factory=lambda: {BASELINE: None, "accept-1.5": 1.5, "accept-2": 2.0, "accept-3": 3.0}
     )
-    loads: Mapping[str, int] = field(default_factory=lambda: {"1": 2, "4": 8})
+    loads: Mapping[str, int] = field(default_factory=lambda: {"1": 1, "4": 4})
     output_length: int = 512
-    probe: Sequence[int] = ()  # tokens of a short and a long stream that are sent before each measurement
-    rounds: int = 6
-    ready_seconds: float = 110.0
+    prompt_characters: int = 0  # of each prompt, from the repository's own texts; 0: the short ones below
+    probe: Sequence[int] = (32, 160)  # tokens of a short and a long stream that are sent before each measurement
+    rounds: int = 12
+    starts: int = 12  # of the scenario that starts the baseline again and again
+    repeats: int = 3  # of each load in each of those starts
+    size: Mapping[str, int] = field(default_factory=lambda: dict(SIZE))  # {}: the rehearsal's own models
+    ready_seconds: float = 200.0
     port: int = 21000
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +89,14 @@ ARGUMENTS: dict[str, Any] = {
     # The idle ones must not take the processor from the one that is measured.
     "sleep_on_idle": True,
 }
+# Of what is free when a server has loaded, a tenth of what was free before it began is left alone: however many start
+# at a time, there is room for max_total_tokens, and no server takes more.
+SIZED_ARGUMENTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "mem_fraction_static": 0.9,
+    "max_total_tokens": 8192,
+    "cuda_graph_max_bs_prefill": 256,
+}
 
 PROMPTS = (
     "What is the capital of France? Answer in one word.",
@@ -84,13 +110,64 @@ PROMPTS = (
 )
 
 
+SUMMARIES = REPOSITORY / "data" / "prompts" / "summary.json"
+
+
+def prompts(shape: Shape, load: str) -> list[str]:
+    """The measurement's, in their order."""
+    count = shape.loads[load]
+    if not shape.prompt_characters:
+        return list(PROMPTS[:count])
+    texts = [one["conversations"][0]["value"] for one in json.loads(SUMMARIES.read_text(encoding="utf-8"))]
+    turned = ["\n\n".join([*texts[number:], *texts[:number]]) for number in range(count)]
+    return [text[: shape.prompt_characters] for text in turned]
+
+
 def cell_name(load: str, shape: Shape) -> str:
     """As plugin_utils/gpu_benchmark names it."""
     return f"c{load}-o{shape.output_length}-session"
 
 
 def arguments(shape: Shape) -> dict[str, Any]:
-    return {name: value for name, value in {**ARGUMENTS, **shape.arguments}.items() if value is not None}
+    given = {**ARGUMENTS, **(SIZED_ARGUMENTS if shape.size else {}), **shape.arguments}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def resized(config: Mapping[str, Any], size: Mapping[str, int]) -> dict[str, Any]:
+    """A model's config.json with other dimensions. A drafter keeps its one layer, and drafts from all tokens: without
+    weights there is no map from its own."""
+    made = {**config, **size}
+    if "draft_vocab_size" in config:
+        made.update(num_hidden_layers=config["num_hidden_layers"], draft_vocab_size=config["vocab_size"])
+    return made
+
+
+def resize(source: Path, target: Path, size: Mapping[str, int]) -> None:
+    """A model's folder without weights. Its tokenizer shows each token as it is written in the vocabulary: what such a
+    model says are no letters, and a token that shows nothing is no delivery to a client."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.name == "config.json":
+            text = json.dumps(resized(json.loads(file.read_text()), size), indent=1)
+        elif file.name == "tokenizer.json":
+            text = json.dumps({**json.loads(file.read_text()), "decoder": {"type": "Fuse"}}, ensure_ascii=False)
+        elif file.suffix != ".safetensors":
+            text = file.read_text()
+        else:
+            continue
+        path = target / file.name
+        if not path.exists() or path.read_text() != text:  # a server may be reading it
+            path.write_text(text)
+
+
+def models(s: Session, shape: Shape) -> Path:
+    """The folder with target/ and drafter/ of the size that is measured."""
+    if not shape.size:
+        return s.bundle.models
+    sized = s.work / "models"
+    for name in ("target", "drafter"):
+        resize(s.bundle.models / name, sized / name, shape.size)
+    return sized
 
 
 def variant(s: Session, shape: Shape, name: str) -> dict[str, Any]:
@@ -99,7 +176,7 @@ def variant(s: Session, shape: Shape, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "speculation": {} if length is None else SPECULATION,
-        "drafter": "" if length is None else str(s.bundle.models / "drafter"),
+        "drafter": "" if length is None else str(models(s, shape) / "drafter"),
         "nccl_profile": "latency",
         "arguments": arguments(shape),
         "environment": {"SGLANG_SIMULATE_ACC_LEN": str(length)} if length else {},
@@ -129,7 +206,7 @@ class Running:
 
 def start(s: Session, shape: Shape, name: str, port: int) -> Running:
     one = variant(s, shape, name)
-    command = [s.bundle.python, "-m", "sglang.launch_server", "--model-path", str(s.bundle.models / "target")]
+    command = [s.bundle.python, "-m", "sglang.launch_server", "--model-path", str(models(s, shape) / "target")]
     command += ["--host", "127.0.0.1", "--port", str(port), *words(one["arguments"])]
     if one["speculation"]:
         command += words({f"speculative_{key}": value for key, value in one["speculation"].items()})
@@ -175,7 +252,7 @@ class Client:
             subprocess.run([sys.executable, script, "program", str(self._socket), str(self._program)], check=True)
             with s.log("warm-client").open("ab") as out:
                 self._child = subprocess.Popen(
-                    [s.bundle.python, script, "serve", str(self._socket), str(s.bundle.models / "target")],
+                    [s.bundle.python, script, "serve", str(self._socket), str(models(s, shape) / "target")],
                     # It imports for others: without a GPU of its own there is no CUDA state that a fork could inherit.
                     env={**self._environment, "CUDA_VISIBLE_DEVICES": ""},
                     stdin=subprocess.DEVNULL,
@@ -206,9 +283,9 @@ def measure(s: Session, shape: Shape, one: Running, load: str, client: Client, s
     """The module's result, from its one call in a Python of its own, as on a managed host."""
     from gpu_host import arguments as specifications
 
-    count = shape.loads[load]
     dataset = [
-        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "-"}]} for text in PROMPTS[:count]
+        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "-"}]}
+        for text in prompts(shape, load)
     ]
     given: dict[str, Any] = {name: spec.get("default") for name, spec in specifications.SERVING_BENCHMARK.items()}
     given.update(
@@ -302,6 +379,7 @@ def log_step_ms(lines: Iterable[str], concurrency: int) -> float | None:
 
 
 WAYS = {"log": "log_step_ms", "client": "client_step_ms", "probe": "probe_step_ms"}
+WHOSE = {"log": "the server's log of the same time", "client": "the same requests", "probe": "streams sent before"}
 
 
 def predictions(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -399,7 +477,9 @@ def become_ready(s: Session, shape: Shape, client: Client) -> list[Running]:
     return chosen
 
 
-def one_measurement(s: Session, shape: Shape, one: Running, load: str, number: int, client: Client) -> float:
+def one_measurement(
+    s: Session, shape: Shape, one: Running, load: str, number: int, client: Client, repeat: int = 1
+) -> float:
     """Probe where that is asked for, then measure; written at once. Seconds."""
     began = time.monotonic()
     sent = zip(("short", "long"), shape.probe, strict=False)
@@ -413,7 +493,7 @@ def one_measurement(s: Session, shape: Shape, one: Running, load: str, number: i
         "round": number,
         "variant": one.name,
         "cell": cell_name(load, shape),
-        "repeat": 1,
+        "repeat": repeat,
         "result": result,
         "probe": rows,
         "probe_step_ms": step_ms(rows),
@@ -433,10 +513,8 @@ def one_measurement(s: Session, shape: Shape, one: Running, load: str, number: i
     return took
 
 
-@scenario(NAME, 60, bystanders=False)
-def benchmark(s: Session) -> None:
-    """All variants at once on one GPU, measured in turn, round after round, until the time is up."""
-    shape = Shape(**s.variables.get("benchmark", {}))
+def tell(s: Session, shape: Shape) -> None:
+    """What is to be measured."""
     s.write(
         "benchmark",
         shape=asdict(shape),
@@ -447,6 +525,13 @@ def benchmark(s: Session) -> None:
             for load, count in shape.loads.items()
         ],
     )  # fmt: skip
+
+
+@scenario(NAME, 60, bystanders=False)
+def benchmark(s: Session) -> None:
+    """All variants at once on one GPU, measured in turn, round after round, until the time is up."""
+    shape = Shape(**s.variables.get(NAME, {}))
+    tell(s, shape)
     client = Client(s, shape)
     try:
         running = become_ready(s, shape, client)
@@ -467,23 +552,36 @@ def benchmark(s: Session) -> None:
         judge(s, shape)
 
 
+def written(s: Session) -> list[dict[str, Any]]:
+    """The measurements of this scenario."""
+    lines = [json.loads(line) for line in (s.out / "session.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "measurement" and line["scenario"] == s.scenario]
+
+
+def all_measured(s: Session) -> tuple[bool, Any]:
+    """Whether there is one and none failed; why, or how many."""
+    lines = written(s)
+    failed = [line["result"]["msg"] for line in lines if line["result"]["failed"]]
+    return bool(lines) and not failed, failed or len(lines)
+
+
 def judge(s: Session, shape: Shape) -> None:
     """The claims, from what the session has written."""
-    lines = [json.loads(line) for line in (s.out / "session.jsonl").read_text().splitlines()]
-    failed = [line["result"]["msg"] for line in lines if line["kind"] == "measurement" and line["result"]["failed"]]
-    measured = sum(line["kind"] == "measurement" for line in lines)
-    s.check("every measurement gave figures", measured > 0 and not failed, failed or measured)
-    for one in predictions(lines):
+    s.check("every measurement gave figures", *all_measured(s))
+    for one in predictions(written(s)):
         wanted = shape.variants[one["variant"]]
         length = one["accept_length"]
         s.write("prediction", **one)
+        s.check(f"{one['variant']}, {one['cell']}: {LEAST_ROUNDS} rounds count", one["rounds"] >= LEAST_ROUNDS, one)
         if wanted:
             s.check(
                 f"{one['variant']}, {one['cell']}: the accept length is the simulated one",
                 length is not None and abs(length / wanted - 1) < 0.03,
                 length,
             )
-        for way, whose in (("log", "the server's log of the same time"), ("client", "the same requests")):
+        for way, whose in WHOSE.items():
+            if way == "probe" and not shape.probe:
+                continue
             ratio = one.get(f"{way}_ratio")
             s.check(
                 f"{one['variant']}, {one['cell']}: with the steps of {whose} the arithmetic predicts the speed-up "
@@ -491,3 +589,30 @@ def judge(s: Session, shape: Shape) -> None:
                 ratio is not None and abs(ratio - 1) <= WITHIN,
                 one,
             )
+
+
+@scenario(STARTS, 90, bystanders=False)
+def starts(s: Session) -> None:
+    """The baseline alone, started again and again, and each start measured some times, until the time is up."""
+    shape = Shape(**{"variants": {BASELINE: None}, "probe": (), **s.variables.get(STARTS, {})})
+    tell(s, shape)
+    client = Client(s, shape)
+    longest = 45.0
+    try:
+        for number in range(1, shape.starts + 1):
+            began = time.monotonic()
+            if s.end - began < longest + 15:
+                s.say("the time is up")
+                break
+            running = become_ready(s, replace(shape, port=shape.port + 1500 * (number - 1)), client)
+            for repeat in range(1, shape.repeats + 1):
+                for one in running:
+                    for load in shape.loads:
+                        one_measurement(s, shape, one, load, number, client, repeat)
+            s.sweep()
+            freed = procs.wait_until(lambda: empty(0), 20, 0.2)
+            s.check("the GPU is empty before the next start", freed, raw.brief())
+            longest = max(longest, time.monotonic() - began)
+    finally:
+        client.close()
+    s.check("every measurement gave figures", *all_measured(s))
