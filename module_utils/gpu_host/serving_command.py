@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import masking
+from . import masking, speculation
 
 MODULE = "sglang.launch_server"
 # Each is set by a variable of its own, which other roles read as well.
@@ -27,8 +27,6 @@ OWN_VARIABLES = {
     "port": "sglang_port",
     "api_key": "sglang_api_key",
     "config": "sglang_arguments",
-    "speculative_draft_model_path": "sglang_drafter_path",
-    "speculative_draft_model": "sglang_drafter_path",
     "nnodes": "sglang_nodes",
     "node_rank": "sglang_nodes",
     "dist_init_addr": "sglang_dist_init_addr",
@@ -64,9 +62,8 @@ def argv(serving: Serving, config_path: str) -> tuple[str, ...]:
     words += ["--model-path", serving.model_path, "--host", serving.host, "--port", str(serving.port)]
     words += [word for name, value in serving.arguments.items() if not _secret(name) for word in _words(name, value)]
     if serving.speculation.get("algorithm"):
-        if serving.drafter_path:
-            words += ["--speculative-draft-model-path", serving.drafter_path]
-        words += [word for name, value in serving.speculation.items() for word in _words(f"speculative_{name}", value)]
+        asked = speculation.arguments_of(serving.speculation, serving.drafter_path)
+        words += [word for name, value in asked.items() for word in _words(name, value)]
     if serving.nodes > 1:
         words += ["--nnodes", str(serving.nodes), "--node-rank", str(serving.node_rank)]
         words += ["--dist-init-addr", serving.dist_init_addr]
@@ -155,8 +152,6 @@ def _argument_problems(arguments: Mapping[str, Any], known: frozenset[str]) -> l
     for name, value in arguments.items():
         if name in OWN_VARIABLES:
             found.append(f"sglang_arguments: {name} is set by the variable {OWN_VARIABLES[name]}; take it out.")
-        elif name.startswith("speculative_"):
-            found.append(f"sglang_arguments: {name} belongs to sglang_speculation, as {name[len('speculative_') :]}.")
         elif not _NAME.fullmatch(name):
             found.append(
                 f"sglang_arguments: {name!r} is no argument's name; write it with underscores, as {_spelling(name)}."

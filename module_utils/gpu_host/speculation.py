@@ -30,6 +30,9 @@ NAMES = {
     "adaptive_config": "speculative_adaptive_config",
 }
 DRAFTER_ARGUMENT = "speculative_draft_model_path"
+# Arguments of SGLang that have a place of their own, which other roles read as well.
+_PLACES = {argument: f"sglang_speculation, as {key}" for key, argument in NAMES.items()}
+_PLACES[DRAFTER_ARGUMENT] = "sglang_drafter_path"
 COUNTS = ("num_steps", "eagle_topk", "num_draft_tokens")
 # NEXTN is another name of EAGLE.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK", "FROZEN_KV_MTP", "UNO")
@@ -95,10 +98,14 @@ def normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments under one name each, underscores, without those that are unset (null or false)."""
     result = {}
     for name, value in arguments.items():
-        plain = str(name).lstrip("-").replace("-", "_")
         if value is not None and value is not False and value != "":
-            result[_ALIASES.get(plain, plain)] = value
+            result[_plain(name)] = value
     return result
+
+
+def _plain(name: Any) -> str:
+    plain = str(name).lstrip("-").replace("-", "_")
+    return _ALIASES.get(plain, plain)
 
 
 def arguments_of(speculation: Mapping[str, Any], drafter: str = "") -> dict[str, Any]:
@@ -108,9 +115,7 @@ def arguments_of(speculation: Mapping[str, Any], drafter: str = "") -> dict[str,
         for name, value in speculation.items()
         if name in NAMES and value not in (None, "") and value is not False
     }
-    if given and drafter:
-        given[DRAFTER_ARGUMENT] = drafter
-    return given
+    return {DRAFTER_ARGUMENT: drafter, **given} if given and drafter else given
 
 
 def judge(
@@ -121,8 +126,9 @@ def judge(
     host: Host = ANYWHERE,
 ) -> list[Finding]:
     """Everything that is wrong or odd about a server's speculation, parallelism and attention backends."""
-    found = _names(speculation, arguments)
-    given = {**normalized(arguments), **arguments_of(speculation, drafter)}
+    found = _names(speculation) + _misplaced(arguments)
+    others = {name: value for name, value in normalized(arguments).items() if name not in _PLACES}
+    given = {**others, **arguments_of(speculation, drafter)}
     algorithm = str(given.get("speculative_algorithm") or "").upper()
     found += parallelism(given, known, host)
     found += attention(given, algorithm, known, host)
@@ -149,7 +155,7 @@ def judge(
     return found
 
 
-def _names(speculation: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[Finding]:
+def _names(speculation: Mapping[str, Any]) -> list[Finding]:
     found = []
     for name in speculation:
         if name not in NAMES:
@@ -157,11 +163,15 @@ def _names(speculation: Mapping[str, Any], arguments: Mapping[str, Any]) -> list
             cure = f"Did you mean {close[0]}?" if close else "Give other arguments in sglang_arguments."
             text = f"sglang_speculation has no key {name}."
             found.append(Finding(ERROR, "speculation_key", text, ", ".join(NAMES), cure))
-    plain = normalized(arguments)
-    for key, name in NAMES.items():
-        if name in plain and speculation.get(key) not in (None, "", plain[name]):
-            text = f"{name} is {plain[name]} in sglang_arguments and {speculation[key]} in sglang_speculation."
-            found.append(Finding(ERROR, "given_twice", text, "one value", "Give it in sglang_speculation alone."))
+    return found
+
+
+def _misplaced(arguments: Mapping[str, Any]) -> list[Finding]:
+    found = []
+    for name in map(_plain, arguments):
+        if name in _PLACES:
+            text = f"sglang_arguments: {name} belongs to {_PLACES[name]}."
+            found.append(Finding(ERROR, "speculation_misplaced", text, _PLACES[name], "Take it out there."))
     return found
 
 

@@ -95,7 +95,6 @@ def test_a_misspelt_argument_is_refused_with_what_is_near_where_the_installed_sg
     [
         ({"arguments": {"port": 1}}, "port is set by the variable sglang_port"),
         ({"arguments": {"tp-size": 1}}, "write it with underscores, as tp_size"),
-        ({"arguments": {"speculative_num_steps": 1}}, "belongs to sglang_speculation, as num_steps"),
         ({"arguments": {"chat_template": "a\nb"}}, "a value of several lines"),
         ({"host": "0.0.0.0"}, "would serve the whole network without a key"),
         ({"host": "gpu01"}, "would serve the whole network without a key"),
