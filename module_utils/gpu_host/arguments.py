@@ -6,11 +6,11 @@ where it is called without the plugin (an ad-hoc call with another action_plugin
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
 from . import processes
-from .scope import Scope
 
 # The phases of one reset, in the order in which they run.
 PHASES = ("evidence", "kill", "clean", "verify")
@@ -27,7 +27,20 @@ def _strings(default: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"type": "list", "elements": "str", "default": list(default)}
 
 
-# Paths are of type str: type path would expand ~ and $HOME on the control node.
+_PATTERNS: dict[str, dict[str, Any]] = {
+    "server_modules": _strings(processes.SERVER_MODULES),
+    "server_commands": _strings(processes.SERVER_COMMANDS),
+    "server_titles": _strings(processes.SERVER_TITLES),
+}
+# How the servers of a host are found. Paths are of type str: type path would expand ~ and $HOME on the control node.
+_SERVERS: dict[str, dict[str, Any]] = {
+    **_PATTERNS,
+    "scope_cgroup": {"type": "str", "default": ""},
+    "scope_folder": {"type": "str", "default": ""},
+    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
+    "device_folder": {"type": "str", "default": "/dev"},
+}
+
 GPU_RESET: dict[str, dict[str, Any]] = {
     "phases": {"type": "list", "elements": "str", "choices": list(PHASES), "default": list(PHASES)},
     "gpus": _strings(),
@@ -37,14 +50,9 @@ GPU_RESET: dict[str, dict[str, Any]] = {
     "lock_timeout": {"type": "float", "default": 60},
     "free_mib": {"type": "int", "default": 64},
     "protected_mib": {"type": "int", "default": 1024},
-    "server_modules": _strings(processes.SERVER_MODULES),
-    "server_commands": _strings(processes.SERVER_COMMANDS),
-    "server_titles": _strings(processes.SERVER_TITLES),
     "protected": _strings(),
     "kill_strangers": {"type": "bool", "default": False},
     "own_processes_only": {"type": "bool", "default": False},
-    "scope_cgroup": {"type": "str", "default": ""},
-    "scope_folder": {"type": "str", "default": ""},
     "bytecode_paths": _strings(),
     "lock_folders": _strings(),
     "shm_folder": {"type": "str", "default": "/dev/shm"},
@@ -52,14 +60,13 @@ GPU_RESET: dict[str, dict[str, Any]] = {
     "ports": {"type": "list", "elements": "int", "default": []},
     "probe": {"type": "bool", "default": False},
     "repair": {"type": "list", "elements": "str", "choices": ["probe", "gpu_reset", "reboot"], "default": []},
-    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
-    "device_folder": {"type": "str", "default": "/dev"},
     "policy": {"type": "str", "choices": ["drain", "idle_only", "zombies_only", "force"], "default": "drain"},
     "router_url": {"type": "str", "default": ""},
     "router_api_key_file": {"type": "str", "default": ""},
     "worker_url": {"type": "str", "default": ""},
     "run_id": {"type": "str", "default": ""},
     "last_recorded_run": {"type": "str", "default": ""},
+    **_SERVERS,
 }
 
 GPU_MEMORY: dict[str, dict[str, Any]] = {
@@ -76,13 +83,7 @@ SERVER_INFO: dict[str, dict[str, Any]] = {
     "servers": _strings(),
     "timeout": {"type": "float", "default": 10},
     "hung_after": {"type": "float", "default": 300},
-    "server_modules": _strings(processes.SERVER_MODULES),
-    "server_commands": _strings(processes.SERVER_COMMANDS),
-    "server_titles": _strings(processes.SERVER_TITLES),
-    "scope_cgroup": {"type": "str", "default": ""},
-    "scope_folder": {"type": "str", "default": ""},
-    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
-    "device_folder": {"type": "str", "default": "/dev"},
+    **_SERVERS,
 }
 
 SERVER_START: dict[str, dict[str, Any]] = {
@@ -96,13 +97,7 @@ SERVER_START: dict[str, dict[str, Any]] = {
 ROUTER_WORKER: dict[str, dict[str, Any]] = {
     "timeout": {"type": "float", "default": 600},
     "lock_timeout": {"type": "float", "default": 60},
-    "server_modules": _strings(processes.SERVER_MODULES),
-    "server_commands": _strings(processes.SERVER_COMMANDS),
-    "server_titles": _strings(processes.SERVER_TITLES),
-    "scope_cgroup": {"type": "str", "default": ""},
-    "scope_folder": {"type": "str", "default": ""},
-    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
-    "device_folder": {"type": "str", "default": "/dev"},
+    **_SERVERS,
 }
 
 # Model folders and SGLang's sources, read and edited on the host.
@@ -135,16 +130,6 @@ MODEL_DELEGATION: dict[str, dict[str, Any]] = {
         "default": ["get_embed_and_head", "set_embed_and_head", "set_eagle3_layers_to_capture"],
     },
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
-}
-
-_PATTERNS: dict[str, dict[str, Any]] = {
-    "server_modules": _strings(processes.SERVER_MODULES),
-    "server_commands": _strings(processes.SERVER_COMMANDS),
-    "server_titles": _strings(processes.SERVER_TITLES),
-    "scope_cgroup": {"type": "str", "default": ""},
-    "scope_folder": {"type": "str", "default": ""},
-    "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
-    "device_folder": {"type": "str", "default": "/dev"},
 }
 
 SERVER_LAUNCH: dict[str, dict[str, Any]] = {
@@ -181,7 +166,7 @@ SERVER_LAUNCH: dict[str, dict[str, Any]] = {
     "log_folder": {"type": "str", "default": "/var/log/sglang"},
     "logrotate_folder": {"type": "str", "default": "/etc/logrotate.d"},
     "who": {"type": "str", "default": ""},
-    **_PATTERNS,
+    **_SERVERS,
 }
 
 # Before a deployment.
@@ -351,7 +336,7 @@ SERVER_WATCH: dict[str, dict[str, Any]] = {
     "interpreter": {"type": "str", "default": "/usr/bin/python3"},
     "bootstrap": {"type": "str", "default": ""},
     "program": {"type": "str", "default": "", "no_log": True},  # no secret, but long
-    **_PATTERNS,
+    **_SERVERS,
 }
 
 RESET_SCHEDULE: dict[str, dict[str, Any]] = {
@@ -419,9 +404,7 @@ DATA_JOBS: dict[str, dict[str, Any]] = {
     "patience": {"type": "float", "default": 0},
     "task": {"type": "str", "default": ""},
     "state_folder": {"type": "str", "default": "/var/lib/gpu-host"},
-    "server_modules": _strings(processes.SERVER_MODULES),
-    "server_commands": _strings(processes.SERVER_COMMANDS),
-    "server_titles": _strings(processes.SERVER_TITLES),
+    **_PATTERNS,
 }
 
 _SECONDS = (
@@ -459,6 +442,7 @@ _FOLDERS = (
     "wheels",
     "archive",
 )
+_SCOPES = ("scope_cgroup", "scope_folder")
 
 
 def problems(params: dict[str, Any]) -> list[str]:
@@ -484,9 +468,8 @@ def problems(params: dict[str, Any]) -> list[str]:
     for port in params.get("ports", []):
         if not 1 <= port <= 65535:
             found.append(f"ports: {port} is no port; give numbers from 1 to 65535.")
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *_SCOPES):
         found += _folder_problems(name, params.get(name, ""))
-    found += Scope(cgroup=params.get("scope_cgroup", ""), folder=params.get("scope_folder", "")).problems()
     if params.get("router_url"):
         found += _router_problems(params["router_url"], params.get("worker_url", ""))
     if params.get("phases") == []:
@@ -498,11 +481,7 @@ def problems(params: dict[str, Any]) -> list[str]:
         if params.get(name) and not _RUN_ID.match(params[name]):
             found.append(f"{name}: {params[name]!r} would be no file name; use letters, digits, '.', '_' and '-'.")
     if "server_modules" in params:
-        found += processes.Patterns(
-            modules=tuple(params["server_modules"]),
-            commands=tuple(params["server_commands"]),
-            titles=tuple(params["server_titles"]),
-        ).problems()
+        found += processes.Patterns.of(params).problems()
         if not (params["server_modules"] or params["server_commands"]):
             found.append("server_modules: no server would be found; leave it out or name at least one.")
     return found
@@ -585,12 +564,15 @@ def model_problems(params: dict[str, Any]) -> list[str]:
 
 
 def _folder_problems(name: str, value: str | list[str]) -> list[str]:
-    """Folders are absolute, and what is searched for things to delete is never the root or a top folder."""
+    """Folders are absolute; what is searched for things to delete is no top folder. A scope is taken as it stands."""
     found = []
     for folder in [value] if isinstance(value, str) else value:
         if not folder and isinstance(value, str):
             continue
-        if not folder.startswith("/") or ".." in folder.split("/"):
+        if name in _SCOPES:
+            if not folder.startswith("/") or os.path.normpath(folder) != folder.rstrip("/") or folder == "/":
+                found.append(f"{name}: {folder!r} is not an absolute path below /; give the full path, without '..'.")
+        elif not folder.startswith("/") or ".." in folder.split("/"):
             found.append(f"{name}: {folder!r} is no absolute path on the host.")
         elif name in ("bytecode_paths", "lock_folders") and folder.strip("/").count("/") < 1:
             found.append(f"{name}: {folder!r} is too wide to delete anything in; name the folder itself.")

@@ -83,9 +83,7 @@ def _job_problems(given: Mapping[str, Any], names: Sequence[str], params: Mappin
         yield "its name would be no file name; use letters, digits, '.', '_' and '-', 64 at most."
     if not given["command"] or not given["command"][0]:
         yield "its command is empty; give a list of words, the program first."
-    patterns = Patterns(
-        tuple(params["server_modules"]), tuple(params["server_commands"]), tuple(params["server_titles"])
-    )
+    patterns = Patterns.of(params)
     for option in ("command", "resume_command"):
         if any("\0" in word or "\n" in word for word in given[option]):
             yield f"its {option} has a word with a line break; put the script into a file."

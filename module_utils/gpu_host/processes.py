@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Any, Callable, Protocol
 
 from .command_line import file_name, is_interpreter, program
 from .procfs import Process
@@ -83,6 +83,12 @@ class Patterns:
     commands: tuple[str, ...] = SERVER_COMMANDS
     titles: tuple[str, ...] = SERVER_TITLES
     protected: tuple[str, ...] = PROTECTED
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Patterns:
+        """From a module's parameters; ``protected`` comes on top of what always is."""
+        modules, commands, titles = (tuple(params[f"server_{name}"]) for name in ("modules", "commands", "titles"))
+        return cls(modules, commands, titles, PROTECTED + tuple(params.get("protected", ())))
 
     def problems(self) -> list[str]:
         """One sentence for each pattern that could match processes that are no server."""

@@ -23,7 +23,7 @@ from .host_lock import HostLock, LockHeld
 from .managers import Managers
 from .nvml import Reader
 from .ports import port_holders
-from .processes import COMPILERS, PROTECTED, Finding, Patterns
+from .processes import COMPILERS, Finding, Patterns
 from .procfs import Proc, Process
 from .readings import Gpu, UnknownGpu
 from .scope import Scope
@@ -72,13 +72,8 @@ class Reset:
         self.check_mode = check_mode
         self.proc = proc or Proc()
         own_uid = os.getuid() if params["own_processes_only"] else None
-        self.scope = Scope(params["scope_cgroup"], params["scope_folder"], own_uid)
-        self.patterns = Patterns(
-            tuple(params["server_modules"]),
-            tuple(params["server_commands"]),
-            tuple(params["server_titles"]),
-            PROTECTED + tuple(params["protected"]),
-        )
+        self.scope = Scope.of(params, own_uid)
+        self.patterns = Patterns.of(params)
         self.reader = Reader()
         self.survey = Survey(
             self.proc,
@@ -154,8 +149,7 @@ class Reset:
     # Before anything happens
 
     def _check_parameters(self) -> None:
-        problems = arguments.problems(dict(self.params)) + self.scope.problems()
-        if problems:
+        if problems := arguments.problems(dict(self.params)):
             raise Refused(" ".join(problems))
         if os.geteuid() != 0 and not self.params["own_processes_only"]:
             raise Refused(

@@ -14,9 +14,7 @@ from typing import Any
 from . import policy, router, server_state
 from .deadline import Deadline
 from .host_lock import HostLock, LockHeld
-from .processes import Patterns
 from .procfs import Proc
-from .scope import Scope
 from .storage import StorageError
 
 LOOK_SECONDS = 6.0
@@ -62,16 +60,7 @@ def _put_back(params: Mapping[str, Any], out: list[router.Out]) -> dict[str, Any
 
 
 def _states(params: Mapping[str, Any], proc: Proc) -> tuple[server_state.ServerState, ...]:
-    return server_state.observe(
-        Deadline(LOOK_SECONDS),
-        patterns=Patterns(
-            tuple(params["server_modules"]), tuple(params["server_commands"]), tuple(params["server_titles"])
-        ),
-        scope=Scope(params["scope_cgroup"], params["scope_folder"]),
-        state_folder=params["state_folder"],
-        device_folder=params["device_folder"],
-        proc=proc,
-    ).servers
+    return server_state.observe_for(params, Deadline(LOOK_SECONDS), proc=proc).servers
 
 
 def _names(workers: list[router.Out]) -> str:

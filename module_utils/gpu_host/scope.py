@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .procfs import Proc, Process
 
@@ -16,13 +17,10 @@ class Scope:
     folder: str = ""
     uid: int | None = None
 
-    def problems(self) -> list[str]:
-        """One sentence for each part that would select too much or nothing."""
-        found = []
-        for name, value in (("scope_cgroup", self.cgroup), ("scope_folder", self.folder)):
-            if value and (not value.startswith("/") or os.path.normpath(value) != value.rstrip("/") or value == "/"):
-                found.append(f"{name}: {value!r} is not an absolute path below /; give the full path, without '..'.")
-        return found
+    @classmethod
+    def of(cls, params: Mapping[str, Any], uid: int | None = None) -> Scope:
+        """From a module's parameters."""
+        return cls(params["scope_cgroup"], params["scope_folder"], uid)
 
     def sees(self, proc: Proc, process: Process) -> bool:
         """Whether the call may consider this process. What cannot be read is not seen."""

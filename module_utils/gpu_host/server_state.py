@@ -324,6 +324,12 @@ def observe(
     return Observation(tuple(sorted(states, key=lambda state: state.name)), seen, tuple(problems))
 
 
+def observe_for(params: Mapping[str, Any], deadline: Deadline, **more: Any) -> Observation:
+    """``observe`` with the patterns, scope and folders among a module's parameters."""
+    folders = {name: params[name] for name in ("state_folder", "device_folder")}
+    return observe(deadline, patterns=Patterns.of(params), scope=Scope.of(params), **folders, **more)
+
+
 def _read_gpus(deadline: Deadline) -> Readings:
     reader = Reader()
     try:
@@ -805,14 +811,9 @@ def _iso(moment: float) -> str:
 def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False) -> dict[str, Any]:
     """The module server_info: ``params`` are those of library/server_info.py. Nothing is ever changed."""
     del check_mode, diff
-    seen = observe(
+    seen = observe_for(
+        params,
         Deadline(params["timeout"]),
-        patterns=Patterns(
-            tuple(params["server_modules"]), tuple(params["server_commands"]), tuple(params["server_titles"])
-        ),
-        scope=Scope(params["scope_cgroup"], params["scope_folder"]),
-        state_folder=params["state_folder"],
-        device_folder=params["device_folder"],
         names=params["servers"],
         hung_after=params.get("hung_after", HUNG_AFTER),
     )

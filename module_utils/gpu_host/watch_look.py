@@ -18,8 +18,6 @@ from typing import Any
 
 from . import arguments, reset, server_record, server_start, server_state
 from .deadline import Deadline
-from .processes import Patterns
-from .scope import Scope
 from .storage import StorageError, private_folder, read_private, write_private
 
 BAD = ("zombie", "hung")
@@ -64,16 +62,7 @@ def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False)
 
 
 def _look(params: Mapping[str, Any]) -> server_state.ServerState:
-    return server_state.observe(
-        Deadline(params["timeout"]),
-        patterns=Patterns(
-            tuple(params["server_modules"]), tuple(params["server_commands"]), tuple(params["server_titles"])
-        ),
-        scope=Scope(params["scope_cgroup"], params["scope_folder"]),
-        state_folder=params["state_folder"],
-        device_folder=params["device_folder"],
-        names=[params["name"]],
-    ).servers[0]
+    return server_state.observe_for(params, Deadline(params["timeout"]), names=[params["name"]]).servers[0]
 
 
 def _restart(params: Mapping[str, Any], state: server_state.ServerState, memory: dict[str, Any]) -> str:
