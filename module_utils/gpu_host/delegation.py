@@ -12,12 +12,13 @@ import ast
 import difflib
 import os
 import shutil
-import stat
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .storage import replace_content
 
 # Method -> its parameters behind self, and the call of the language model's.
 METHODS = {
@@ -346,22 +347,8 @@ def bytecode(path: str) -> list[str]:
 
 
 def write(path: str, text: str, encoding: str) -> None:
-    """Replace the file as a whole, owner and mode kept; another name of it (uv links its cache) stays as it was."""
-    facts = os.stat(path)
-    passing = f"{path}.new"
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(number, "w", encoding=encoding, newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), stat.S_IMODE(facts.st_mode))
-            if os.geteuid() == 0:
-                os.fchown(file.fileno(), facts.st_uid, facts.st_gid)
-        os.replace(passing, path)
-    except BaseException:
-        os.unlink(passing)
-        raise
+    """Replace the file as a whole; another name of it (uv links its cache) stays as it was."""
+    replace_content(path, text.encode(encoding))
 
 
 def find_file(folder: str, class_name: str) -> str:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from . import checkpoint, json_text, safetensors
 from .checkpoint import CONFIG_BACKUP, CheckpointError
 from .finding import ERROR, INFO, WARNING, Finding, errors, rows, summary
 from .safetensors import Header, HeaderError, Tensor
+from .storage import replace_content
 
 RAISE, OVERRIDE, KEEP, REVERT = "raise", "override", "keep", "revert"
 MODES = (RAISE, OVERRIDE, KEEP, REVERT)
@@ -517,25 +517,6 @@ def _same_but_context(one: str, other: str) -> bool:
         return False
 
 
-def write_beside(path: str, text: str) -> None:
-    """Replace the file (a link itself, never what it points to) with the text, owner and mode kept. OSError."""
-    facts_of = os.stat(path)
-    passing = f"{path}.new"
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(number, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), stat.S_IMODE(facts_of.st_mode))
-            if os.geteuid() == 0:
-                os.fchown(file.fileno(), facts_of.st_uid, facts_of.st_gid)
-        os.replace(passing, path)
-    except BaseException:
-        os.unlink(passing)
-        raise
-
-
 def keep_backup(path: str, backup: str) -> None:
     """Keep the file as it is under the other name: a link stays a link, so a hub cache is as it was after a revert."""
     if os.path.lexists(backup):
@@ -614,7 +595,7 @@ def run(params: Mapping[str, Any], *, check_mode: bool = False, diff: bool = Fal
                 result["backup"] = ""
             elif not check_mode:
                 keep_backup_of_original(path, backup, before)
-                write_beside(path, after)
+                replace_content(path, after)
                 result["backup"] = backup
         except OSError as error:
             reason = f"{error.filename or path} can't be written: {error.strerror}; check owner and mount."

@@ -20,6 +20,7 @@ from . import cuda_toolkit, filesystems, jit_caches, pci
 from .child import Child, Gone, Silent
 from .deadline import Deadline
 from .readings import Gpu, Readings
+from .storage import text_of
 
 _NVML = "libnvidia-ml.so.1"
 # nvmlGpuP2PStatus_t (nvml.h); 0 is OK.
@@ -116,11 +117,12 @@ def in_child(work: Callable[[], Any], deadline: Deadline) -> Any:
 def memory_facts(proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> dict[str, int | None]:
     """Memory of the host in MiB; `limit_mib` is the control group's where we are in a limited one (a guest)."""
     known: dict[str, int] = {}
-    for line in _text(f"{proc_root}/meminfo").splitlines():
+    for line in text_of(f"{proc_root}/meminfo").splitlines():
         name, _, rest = line.partition(":")
         if rest.strip().endswith("kB"):
             known[name] = int(rest.split()[0]) >> 10
-    limit = _text(f"{cgroup_root}/memory.max").strip() or _text(f"{cgroup_root}/memory/memory.limit_in_bytes").strip()
+    limits = (text_of(f"{cgroup_root}/{name}") for name in ("memory.max", "memory/memory.limit_in_bytes"))
+    limit = next(filter(None, map(str.strip, limits)), "")
     limit_mib = int(limit) >> 20 if limit.isdigit() else None
     if limit_mib is not None and limit_mib >= (known.get("MemTotal") or 1 << 40):
         limit_mib = None
@@ -192,10 +194,10 @@ def cache_facts(caches: Iterable[jit_caches.Cache], table: Sequence[filesystems.
 def network_facts(proc_root: str = "/proc") -> dict[str, Any]:
     """The ports that outgoing connections take, and those that are kept out of that range."""
     folder = f"{proc_root}/sys/net/ipv4"
-    ends = _text(f"{folder}/ip_local_port_range").split()
+    ends = text_of(f"{folder}/ip_local_port_range").split()
     return {
         "ephemeral": [int(ends[0]), int(ends[1])] if len(ends) == 2 else None,
-        "reserved": ranges(_text(f"{folder}/ip_local_reserved_ports")),
+        "reserved": ranges(text_of(f"{folder}/ip_local_reserved_ports")),
     }
 
 
@@ -252,14 +254,14 @@ def machine_facts(proc_root: str = "/proc", sys_root: str = "/sys") -> dict[str,
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink(f"{proc_root}/self/ns/pid")
-    flags = re.search(r"^flags\s*:(.*)$", _text(f"{proc_root}/cpuinfo"), re.M)
+    flags = re.search(r"^flags\s*:(.*)$", text_of(f"{proc_root}/cpuinfo"), re.M)
     return {
         "virtual_machine": bool(flags and "hypervisor" in flags.group(1).split()),
         "container": bool(namespace) and namespace != "pid:[4026531836]",
         # Only what bears on the check: others may name machines and people.
         "kernel_arguments": [
             word
-            for word in _text(f"{proc_root}/cmdline").split()
+            for word in text_of(f"{proc_root}/cmdline").split()
             if re.match(r"(?:\w+_)?iommu|pcie?[_.=]|nvidia", word)
         ],
         "iommu_groups": pci.iommu_groups(sys_root),
@@ -272,11 +274,3 @@ def compiler_facts(deadline: Deadline, environment: Mapping[str, str], packages:
     path = environment.get("PATH") or os.environ.get("PATH", "") or "/usr/local/bin:/usr/bin:/bin"
     found = cuda_toolkit.find(deadline, environment, path, packages)
     return None if found is None else asdict(found)
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

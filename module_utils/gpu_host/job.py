@@ -15,10 +15,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .procfs import Proc
-from .storage import write_private
+from .storage import dict_of, text_of, write_private
 
 # Standard library only; runs on the interpreter that runs us. A step's process group is ended when time is up.
 _RUNNER = r"""
@@ -91,11 +90,11 @@ class Status:
 def status(folder: str, proc: Proc | None = None) -> Status:
     """How far the job in this folder is."""
     proc = proc or Proc()
-    facts = _json(f"{folder}/status.json")
+    facts = dict_of(f"{folder}/status.json")
     if facts and facts.get("ended"):
         seconds = float(facts.get("now", 0)) - float(facts.get("started", 0))
         return Status("failed" if facts.get("code") else "done", str(facts.get("step", "")), seconds, facts.get("code"))
-    owner = _json(f"{folder}/owner.json")
+    owner = dict_of(f"{folder}/owner.json")
     if not owner:
         return Status("absent")
     process = proc.process(int(owner["pid"]))
@@ -156,8 +155,8 @@ def stop(folder: str, proc: Proc | None = None) -> None:
     proc = proc or Proc()
     if status(folder, proc).state != "running":
         return
-    owner = _json(f"{folder}/owner.json") or {}
-    group = _text(f"{folder}/group").strip()
+    owner = dict_of(f"{folder}/owner.json") or {}
+    group = text_of(f"{folder}/group").strip()
     with contextlib.suppress(ProcessLookupError, KeyError):
         os.kill(int(owner["pid"]), signal.SIGKILL)
     if group.isdigit():
@@ -181,19 +180,3 @@ def _reap() -> None:
     """A runner that ended while its starter still waits for it must not look alive as a zombie."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-
-
-def _json(path: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(_text(path))
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Mapping
 from typing import Any, Callable
+
+from .storage import replace_file
 
 PROFILES: dict[str, dict[str, str]] = {
     # The original 8-GPU host's, for few requests at a time: everything by the low-latency protocol over one ring.
@@ -464,8 +465,8 @@ def run(params: dict[str, Any], check_mode: bool = False, diff: bool = False) ->
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
         if before is not None and before != after:
             result["backup"] = f"{path}.{time.strftime('%Y-%m-%d@%H:%M:%S')}~"
-            _write(result["backup"], before)
-        _write(path, after)
+            replace_file(result["backup"], before, 0o644)
+        replace_file(path, after, 0o644)  # a server that starts meanwhile reads the old one or the new one
     except OSError as error:
         return {
             **result,
@@ -486,19 +487,3 @@ def _present(path: str) -> tuple[str | None, int]:
         raise OSError(0, "it is no plain file; move it away")
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return file.read(), stat.S_IMODE(facts.st_mode)
-
-
-def _write(path: str, text: str) -> None:
-    """Replace the file as a whole, mode 0644: a server that starts meanwhile reads the old one or the new one."""
-    passing = f"{path}.{secrets.token_hex(4)}.new"
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8", errors="surrogateescape") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(passing, path)
-    except BaseException:
-        os.unlink(passing)
-        raise

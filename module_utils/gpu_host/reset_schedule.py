@@ -23,6 +23,7 @@ from .deadline import Deadline
 from .schedule_units import MARK, PREFIX, Place
 from .schedules import Schedule
 from .server_start import SYSTEMD
+from .storage import replace_file
 
 COMMAND_SECONDS = 30.0
 LOOK_SECONDS = 120.0  # an inventory script or plugin may ask a slow service
@@ -310,7 +311,7 @@ def _apply(
         if file.text is None:
             os.unlink(file.path)
         else:
-            _write(file, file.text)
+            replace_file(file.path, file.text, file.mode, 0, file.group)
     if units:
         _systemctl("daemon-reload")
     again = [name for name in timers if name in units or name in asleep]
@@ -329,18 +330,6 @@ def _make_private(path: str, account: pwd.struct_passwd) -> None:
         os.fchmod(number, 0o700)
     finally:
         os.close(number)
-
-
-def _write(file: File, text: str) -> None:
-    passing = f"{os.path.dirname(file.path)}/.{os.path.basename(file.path)}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(passing)
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(number, "w", encoding="utf-8") as opened:
-        opened.write(text)
-        os.fchown(number, 0, file.group)
-        os.fchmod(number, file.mode)
-    os.rename(passing, file.path)
 
 
 def _runs(timer: str) -> bool:

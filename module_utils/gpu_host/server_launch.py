@@ -9,12 +9,10 @@ detached process with a pid file, started as server_start does.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pwd
 import re
-import secrets
 import stat
 import time
 from collections.abc import Mapping, Sequence
@@ -42,13 +40,11 @@ from .deployment import Deployment
 from .managers import NEVER_STOPPED
 from .nvml import Reader
 from .ports import port_holders
-from .processes import Patterns
 from .procfs import Proc
 from .readings import Gpu, Readings, UnknownGpu, select
-from .scope import Scope
 from .server_record import ServerRecord
 from .server_start import CannotStart
-from .storage import StorageError, private_folder, safe_name, write_all
+from .storage import StorageError, private_folder, replace_file, safe_name
 
 LOOK_SECONDS = 15.0  # longest look at GPUs and servers
 COMMAND_SECONDS = 15.0
@@ -371,18 +367,8 @@ class Launch:
             reader.close()
 
     def _servers(self, readings: Readings) -> Sequence[server_state.ServerState]:
-        params = self._params
-        return server_state.observe(
-            Deadline(LOOK_SECONDS),
-            patterns=Patterns(
-                tuple(params["server_modules"]), tuple(params["server_commands"]), tuple(params["server_titles"])
-            ),
-            scope=Scope(params["scope_cgroup"], params["scope_folder"]),
-            state_folder=params["state_folder"],
-            device_folder=params["device_folder"],
-            readings=readings,
-            proc=self._proc,
-        ).servers
+        deadline = Deadline(LOOK_SECONDS)
+        return server_state.observe_for(self._params, deadline, readings=readings, proc=self._proc).servers
 
     def _in_the_way(self, servers: Sequence[server_state.ServerState], wanted: Wanted, starting: bool) -> list[str]:
         """What has to go before the server can start. Refused where it is not ours to end."""
@@ -462,14 +448,14 @@ class Launch:
 
     def _write_files(self, wanted: Wanted, changes: Mapping[str, tuple[str, str]]) -> None:
         """Write what differs, and tell systemd only when a unit does: a reload takes GPUs from running containers."""
-        uid = pwd.getpwnam(wanted.deployment.user).pw_uid
+        uid = pwd.getpwnam(wanted.deployment.user).pw_uid if os.geteuid() == 0 else -1
         for path, (before, after) in changes.items():
             self._back_up(path, before)
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
             if path == wanted.config_path:
-                _replace(path, after, 0o600, uid) if after else os.unlink(path)
+                replace_file(path, after, 0o600, uid) if after else os.unlink(path)
             else:
-                _replace(path, after, 0o600 if path.endswith(".env") else 0o644)
+                replace_file(path, after, 0o600 if path.endswith(".env") else 0o644)
         if self._systemd and any(path.startswith(self._params["unit_folder"] + "/") for path in changes):
             self._systemctl("daemon-reload")
 
@@ -512,7 +498,7 @@ class Launch:
             os.path.join(private_folder(deployment.folder(self._params["state_folder"])), "backups")
         )
         moment = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        _replace(os.path.join(folder, f"{os.path.basename(path)}.{moment}"), text, 0o600)
+        replace_file(os.path.join(folder, f"{os.path.basename(path)}.{moment}"), text, 0o600)
         kept = sorted(os.listdir(folder), key=lambda name: os.stat(os.path.join(folder, name)).st_mtime, reverse=True)
         for name in kept[KEPT_BACKUPS:]:
             os.unlink(os.path.join(folder, name))
@@ -669,23 +655,3 @@ def _digest(path: str) -> str:
             return hashlib.sha256(file.read(64 << 20)).hexdigest()
     except OSError:
         return ""
-
-
-def _replace(path: str, text: str, mode: int, uid: int = -1) -> None:
-    """Write the file as a whole, never readable by more than its mode says, not even for a moment."""
-    passing = f"{path}.{secrets.token_hex(4)}.new"
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            write_all(number, text.encode("utf-8", "surrogateescape"))
-            if uid >= 0 and os.geteuid() == 0:
-                os.fchown(number, uid, -1)
-            os.fchmod(number, mode)
-            os.fsync(number)
-        finally:
-            os.close(number)
-        os.rename(passing, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(passing)
-        raise

@@ -16,7 +16,7 @@ from . import masking, server_unit
 from .child import run_command
 from .deadline import Deadline
 from .server_start import SYSTEMD
-from .storage import private_folder, safe_name
+from .storage import private_folder, replace_file, safe_name
 
 COMMAND_SECONDS = 15.0
 
@@ -51,7 +51,7 @@ def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False)
         private_folder(params["state_folder"])
         private_folder(os.path.dirname(program))
         for path in changed:
-            _write(path, texts[path], 0o600 if path == program else 0o644)
+            replace_file(path, texts[path], 0o600 if path == program else 0o644)
         _reload(changed, params["unit_folder"])
         # Restarted, so that a new interval counts from now.
         _systemctl("--no-reload", "enable", f"{name}.timer")
@@ -88,12 +88,3 @@ def _difference(path: str, before: bytes | None, after: bytes | None) -> dict[st
         for text in (before, after)
     ]
     return {"before_header": path, "after_header": path, "before": texts[0], "after": texts[1]}
-
-
-def _write(path: str, text: bytes, mode: int) -> None:
-    passing = f"{path}.new"
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
-    with os.fdopen(number, "wb") as file:
-        file.write(text)
-    os.chmod(passing, mode)
-    os.rename(passing, path)

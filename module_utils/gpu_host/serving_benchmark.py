@@ -44,7 +44,7 @@ from .procfs import Proc, Process
 from .prompt_set import PromptError, PromptSet
 from .server_http import Endpoint
 from .server_record import ServerRecord
-from .storage import StorageError, private_folder, write_private
+from .storage import StorageError, dict_of, private_folder, text_of, write_private
 
 FOLDER = "benchmark"
 ABANDONED_SECONDS = 90.0  # without a call that follows
@@ -260,11 +260,11 @@ class _Call:
     def _follow(self, deadline: Deadline) -> dict[str, Any]:
         while True:
             _touch(os.path.join(self._folder, FOLLOWED))
-            result = _json(os.path.join(self._folder, RESULT))
+            result = dict_of(os.path.join(self._folder, RESULT))
             if result is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 return {"changed": False, **result}
-            status = _json(os.path.join(self._folder, STATUS)) or {}
+            status = dict_of(os.path.join(self._folder, STATUS)) or {}
             if self._gone(status):
                 if os.path.exists(os.path.join(self._folder, RESULT)):
                     continue
@@ -383,13 +383,13 @@ class Worker:
         finally:
             jump = (self._wall() - wall) - (time.monotonic() - clock)
             sampler.stop()
-        notes = bench_output.parse_notes(_text(self._path(NOTES)))
+        notes = bench_output.parse_notes(text_of(self._path(NOTES)))
         if not self._server.alive(self._proc):
             raise Failed(self._died(), died=True)
         if trouble:
             raise Failed(self._said(trouble, notes))
         try:
-            output = bench_output.parse(_text(self._path(OUTPUT)))
+            output = bench_output.parse(text_of(self._path(OUTPUT)))
         except OutputError as error:
             raise Failed(f"{error} {self._last_words()}".strip()) from None
         requests = notes.requests if notes.requests is not None else output.requests
@@ -510,17 +510,17 @@ class Worker:
 
     def _progress(self) -> tuple[int, int]:
         """Answered and asked so far, by the client's progress bar."""
-        printed = _text(self._path(PRINTED), last=4096)
+        printed = text_of(self._path(PRINTED), last=4096)
         bars = _BAR.findall(printed)
         return (int(bars[-1][0]), int(bars[-1][1])) if bars else (0, 0)
 
     def _tell(self) -> None:
-        if not self._main_run and _MAIN_RUN in _text(self._path(PRINTED)):
+        if not self._main_run and _MAIN_RUN in text_of(self._path(PRINTED)):
             self._main_run = time.monotonic()
         if self._main_run:
             done, total = self._progress()
             self.say("measures", done=done, total=total, main_seconds=time.monotonic() - self._main_run)
-        elif _text(self._path(NOTES)):
+        elif text_of(self._path(NOTES)):
             self.say("reads the prompts and warms up")
         else:
             self.say("imports the client")
@@ -542,12 +542,12 @@ class Worker:
                 f"SGLang's benchmark client can't be imported by {self._params['python']} ({notes.import_failed}): "
                 "install what is missing there, or correct sglang_python."
             )
-        printed = _text(self._path(PRINTED), last=1 << 16)
+        printed = text_of(self._path(PRINTED), last=1 << 16)
         known = next((sentence for pattern, sentence in _TROUBLE if pattern.search(printed)), "")
         return known or f"SGLang's benchmark client ended with {how}. {self._last_words()}".strip()
 
     def _last_words(self) -> str:
-        printed = _text(self._path(PRINTED), last=1 << 14)
+        printed = text_of(self._path(PRINTED), last=1 << 14)
         lines = [line.strip() for line in re.split(r"[\r\n]+", printed) if line.strip()]
         return f"Its last words: {masking.mask_text(lines[-1][:300])}" if lines else ""
 
@@ -625,27 +625,8 @@ def _touch(path: str) -> None:
         os.utime(path)
 
 
-def _json(path: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(_text(path))
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError:
         return 0
-
-
-def _text(path: str, last: int = 0) -> str:
-    """The file, or its last bytes; '' where it is not there."""
-    try:
-        with open(path, "rb") as file:
-            if last:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""

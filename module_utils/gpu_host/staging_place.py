@@ -20,7 +20,7 @@ from typing import Any
 
 from . import checkpoint
 from .staging_sources import File, Listing
-from .storage import sync_folder
+from .storage import replace_file, sync_folder
 
 RECORD = ".model-staging.json"
 MISSING, OTHER, DAMAGED, UNRECORDED, PRESENT = "missing", "other", "damaged", "unrecorded", "present"
@@ -62,12 +62,7 @@ def read_record(folder: str) -> dict[str, Any] | None:
 def write_record(folder: str, model: Model, listing: Listing, staged_at: str, via: str) -> None:
     """Write the record. OSError as from open(2)."""
     row = {"schema": 1, "source": model.source, "staged_at": staged_at, "via": via, **listing.row()}
-    passing = os.path.join(folder, f"{RECORD}.{os.getpid()}.new")
-    with open(passing, "w", encoding="utf-8") as file:
-        json.dump(row, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(passing, os.path.join(folder, RECORD))
+    replace_file(os.path.join(folder, RECORD), json.dumps(row, indent=1))
 
 
 def is_weight(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Files of the state folder: private, whole or not there at all, and never reached through a link.
+"""Files that are there as a whole or not at all; those of the state folder private, and never reached through a link.
 
 What lies there (environments of servers, the journal of kills) is read back later by root, so nobody else may have
 written it.
@@ -6,9 +6,12 @@ written it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import stat
+from typing import Any
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
@@ -50,20 +53,41 @@ def private_folder(path: str) -> str:
 
 def write_private(path: str, text: str) -> None:
     """Replace the file as a whole, mode 0600, on disk before this returns. OSError when that fails."""
+    replace_file(path, text, 0o600)
+    sync_folder(os.path.dirname(path))
+
+
+def replace_file(path: str, content: str | bytes, mode: int | None = None, uid: int = -1, gid: int = -1) -> None:
+    """Replace the file as a whole (a link itself, never what it points to), the content on disk. OSError: it stays.
+
+    ``mode`` None is that of any new file. Nobody can read the new content who could not in the end.
+    """
     folder, name = os.path.split(path)
     passing = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.new")
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    number = os.open(passing, flags, 0o666 if mode is None else 0o600)
     try:
         try:
-            write_all(number, text.encode("utf-8", "surrogateescape"))
+            write_all(number, content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+            if (uid, gid) != (-1, -1):
+                os.fchown(number, uid, gid)
+            if mode is not None:
+                os.fchmod(number, mode)
             os.fsync(number)
         finally:
             os.close(number)
         os.rename(passing, path)
     except BaseException:
-        os.unlink(passing)
+        with contextlib.suppress(OSError):
+            os.unlink(passing)
         raise
-    sync_folder(folder)
+
+
+def replace_content(path: str, content: str | bytes) -> None:
+    """As ``replace_file``, owner and mode of the file kept; another name of it stays as it was."""
+    facts = os.stat(path)
+    owner = (facts.st_uid, facts.st_gid) if os.geteuid() == 0 else (-1, -1)
+    replace_file(path, content, stat.S_IMODE(facts.st_mode), *owner)
 
 
 def write_all(number: int, data: bytes) -> None:
@@ -79,6 +103,26 @@ def sync_folder(path: str) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def text_of(path: str, last: int = 0) -> str:
+    """What a file says, or its ``last`` bytes; '' where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            if last:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def dict_of(path: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        value = json.loads(text_of(path))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_private(path: str, most_bytes: int = 64 << 20) -> bytes:
