@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from simulator.build import build
 from simulator.gpu_state import GpuState
@@ -170,6 +171,18 @@ class SimulatedHost:
         except OSError:
             hint = "start one: python -m simulator start"
             raise HostError(f"There is no simulated host in {self.folder}; {hint}") from None
+
+    def parameters(self, spec: Mapping[str, Mapping[str, Any]], **given: Any) -> dict[str, Any]:
+        """The parameters of a module with this argument spec, for a call that keeps to this host."""
+        own = {
+            "own_processes_only": True,
+            "scope_folder": str(self.folder),
+            "device_folder": str(self.folder / "dev"),
+            "shm_folder": str(self.folder / "shm"),
+            "state_folder": str(self.folder / "host-state"),
+            "lock_folders": [str(self.folder / "home" / ".cache" / "torch_extensions")],
+        }
+        return {name: own.get(name, option.get("default")) for name, option in spec.items()} | given
 
     def reset_environment(self) -> dict[str, str]:
         """What a program needs in its environment to see the simulated GPUs."""

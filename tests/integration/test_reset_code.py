@@ -28,17 +28,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedHost]:
 
 
 def parameters(host: SimulatedHost, **given: Any) -> dict[str, Any]:
-    folder = host.folder
-    return {name: spec["default"] for name, spec in arguments.GPU_RESET.items()} | {
-        "own_processes_only": True,
-        "scope_folder": str(folder),
-        "device_folder": str(folder / "dev"),
-        "shm_folder": str(folder / "shm"),
-        "state_folder": str(folder / "host-state"),
-        "lock_folders": [str(folder / "home" / ".cache" / "torch_extensions")],
-        "grace": 0.2,
-        **given,
-    }
+    return host.parameters(arguments.GPU_RESET, **{"grace": 0.2, **given})
 
 
 def by_the_lean_path(python: str, host: SimulatedHost) -> dict[str, Any]:

@@ -62,20 +62,9 @@ def serve(host: SimulatedHost, gpus: Sequence[int] = (0,), **options: Any) -> Se
     return host.start_server(f"server-{time.monotonic_ns()}", gpus=gpus, **options).wait_ready()
 
 
-def parameters(host: SimulatedHost, spec: dict[str, Any], **given: Any) -> dict[str, Any]:
-    folder = host.folder
-    known = {
-        "own_processes_only": True,
-        "scope_folder": str(folder),
-        "device_folder": str(folder / "dev"),
-        "shm_folder": str(folder / "shm"),
-        "state_folder": str(folder / "host-state"),
-        "lock_folders": [str(folder / "home" / ".cache" / "torch_extensions")],
-        "grace": 20.0,
-        "phases": ["kill", "clean", "verify"],
-    }
-    defaults = {name: option.get("default") for name, option in spec.items()}
-    return defaults | {name: value for name, value in known.items() if name in spec} | given
+def parameters(host: SimulatedHost, **given: Any) -> dict[str, Any]:
+    patient = {"grace": 20.0, "phases": ["kill", "clean", "verify"]}
+    return host.parameters(arguments.GPU_RESET, **{**patient, **given})
 
 
 def start(host: SimulatedHost, params: dict[str, Any], entry: str, check: bool, go: str) -> subprocess.Popen[str]:
@@ -91,7 +80,7 @@ def record_of(started: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def reset(host: SimulatedHost, check: bool = False, **given: Any) -> dict[str, Any]:
-    return record_of(start(host, parameters(host, arguments.GPU_RESET, **given), "reset", check, ""))
+    return record_of(start(host, parameters(host, **given), "reset", check, ""))
 
 
 class Request(threading.Thread):
@@ -235,7 +224,7 @@ def test_a_server_that_starts_after_a_sparing_policy_has_decided_is_not_ended(
 ) -> None:
     old = serve(host, [0], **QUICK)
     go = str(tmp_path / "go")
-    running = start(host, parameters(host, arguments.GPU_RESET, policy="idle_only"), "reset", False, go)
+    running = start(host, parameters(host, policy="idle_only"), "reset", False, go)
     wait_for(lambda: Path(f"{go}.waits").exists(), "the reset", 30)
     new = serve(host, [1], **QUICK)
     Path(go).touch()
@@ -247,7 +236,7 @@ def test_a_server_that_starts_after_a_sparing_policy_has_decided_is_not_ended(
 def test_a_request_between_the_last_look_and_term_is_answered(host: SimulatedHost, tmp_path: Path) -> None:
     server = serve(host, [0], step_seconds=0.02, **QUICK)
     go = str(tmp_path / "go")
-    running = start(host, parameters(host, arguments.GPU_RESET, policy="idle_only"), "reset", False, go)
+    running = start(host, parameters(host, policy="idle_only"), "reset", False, go)
     wait_for(lambda: Path(f"{go}.waits").exists(), "the reset", 30)
     request = busy(server, 150)
     Path(go).touch()
@@ -287,7 +276,7 @@ def test_a_server_is_out_of_its_router_while_it_drains_and_back_once_it_serves_a
         assert list(router.workers) == ["http://other:1"]
         assert any("is out of the router" in note for note in record["notes"])
         again = host.start_server("again", port=server.port, **options)
-        params = parameters(host, arguments.ROUTER_WORKER)
+        params = host.parameters(arguments.ROUTER_WORKER)
         back = record_of(start(host, params, "router_worker", False, ""))
         assert (back["changed"], back["put_back"], back["out"]) == (True, [worker], []), back
         assert "fired up" in again.log_text() and router.keys == {worker: "own-s3cret"}
@@ -300,14 +289,7 @@ def test_a_server_that_is_skipped_after_all_is_back_in_its_router(host: Simulate
     server = serve(host, [0], step_seconds=0.02)
     worker = f"http://127.0.0.1:{server.port}"
     with RouterDouble([worker], queue_seconds=1.0) as router:
-        params = parameters(
-            host,
-            arguments.GPU_RESET,
-            policy="idle_only",
-            router_url=router.url,
-            worker_url=worker,
-            phases=["kill"],
-        )
+        params = parameters(host, policy="idle_only", router_url=router.url, worker_url=worker, phases=["kill"])
         running = start(host, params, "reset", False, "")
         wait_for(lambda: any(method == "DELETE" for method, _path in router.calls), "the removal", 30)
         request = busy(server, 400)
@@ -332,9 +314,8 @@ def test_a_worker_whose_server_does_not_come_up_stays_out_and_is_named(host: Sim
     worker = f"http://127.0.0.1:{server.port}"
     with RouterDouble([worker]) as router:
         reset(host, router_url=router.url, worker_url=worker)
-        back = record_of(
-            start(host, parameters(host, arguments.ROUTER_WORKER, timeout=0.5), "router_worker", False, "")
-        )
+        params = host.parameters(arguments.ROUTER_WORKER, timeout=0.5)
+        back = record_of(start(host, params, "router_worker", False, ""))
     assert back["failed"] and back["out"] == [worker]
     assert (
         f"its server on port {server.port} took no requests within 0.5 s (port-{server.port} is absent)" in back["msg"]
