@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from gpu_benchmark.statistics import t_quantile
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -20,6 +23,16 @@ def alternate(contestants: Mapping[str, Callable[[], object]], rounds: int) -> d
             run()
             seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of ratios, and the ends of its 95 % interval."""
+    logarithms = [math.log(one) for one in ratios]
+    middle = statistics.fmean(logarithms)
+    if len(ratios) < 2:
+        return math.exp(middle), 0.0, math.inf
+    half = t_quantile(0.05, len(ratios) - 1) * statistics.stdev(logarithms) / math.sqrt(len(ratios))
+    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
 def report(name: str, seconds: Mapping[str, list[float]], peer: str, **more: object) -> dict[str, object]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.aiperf import Load
 from tests.bench import ratios
 from tests.rehearsal import environment, measured
-from tests.rehearsal.measured import Load
 
 pytestmark = [
     pytest.mark.bench,
@@ -40,7 +40,7 @@ def judged(pairs: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, A
     rows = {}
     for what, found in pairs.items():
         better = FIGURES[what.split(",")[0]][2]
-        ratio, low, high = measured.interval(
+        ratio, low, high = ratios.interval(
             [theirs / ours if better else ours / theirs for ours, theirs in found]
         )  # fmt: skip
         rows[what] = {

@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
-from .driver import benchmark, deploy, procs, raw, scenarios, servers
+from .driver import against_aiperf, benchmark, deploy, procs, raw, scenarios, servers
 from .driver.session import RECORDS, REPOSITORY, Session
 
 TORCH = ["idle", "torch-processes"]
@@ -48,6 +48,7 @@ NAMED_SETS = {
     "deploy": DEPLOY,
     "deploy-two": ["deploy-stalled-tp2", "all-reduce"],
     "benchmark": [benchmark.NAME],
+    "aiperf": [against_aiperf.NAME],
 }
 
 

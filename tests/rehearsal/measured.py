@@ -8,41 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_benchmark.statistics import t_quantile
 from gpu_host import arguments, prompt_set, server_record
 from gpu_host.procfs import Proc
 
 from simulator.host import MARKER, Started, wait_for
+from tests.aiperf import Load
 from tests.rehearsal import environment
 from tests.rehearsal.host import RehearsalHost
 
 MODULE = "import json, sys; from gpu_host import serving_benchmark as b; print(json.dumps(b.run(json.load(sys.stdin))))"
 WARM_CLIENT = environment.ROOT / "tests" / "gpu" / "warm_client.py"
 PROMPTS = environment.ROOT / "data" / "prompts" / "chat.json"
-
-
-@dataclass(frozen=True)
-class Load:
-    """What one measurement asks for: requests at a time, requests in all, tokens of each answer."""
-
-    concurrency: int
-    prompts: int
-    output_length: int = 128
-    warmup: int = 0
 
 
 @contextlib.contextmanager
@@ -172,16 +160,6 @@ def by_hand(made: RehearsalHost, python: str, command: str, *, prompts: Path = P
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return found
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of ratios, and the ends of its 95 % interval."""
-    logarithms = [math.log(one) for one in ratios]
-    middle = statistics.fmean(logarithms)
-    if len(ratios) < 2:
-        return math.exp(middle), 0.0, math.inf
-    half = t_quantile(0.05, len(ratios) - 1) * statistics.stdev(logarithms) / math.sqrt(len(ratios))
-    return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
 def machine() -> dict[str, Any]:

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.aiperf import Load
 from tests.rehearsal import measured
-from tests.rehearsal.measured import Load
 
 LOADS = {"c1": Load(1, 4, 192), "c4": Load(4, 12, 192)}
 REPEATS = 3

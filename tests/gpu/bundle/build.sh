@@ -10,11 +10,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out/wheels" "$work"/{dl,site,models}
 
-download=(python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp)
-for n in 39 35 34 31 28 27 26 24 17 12 5; do download+=(--platform "manylinux_2_${n}_x86_64"); done
-for n in 2014 2010 1; do download+=(--platform "manylinux${n}_x86_64"); done
-"${download[@]}" -d "$out/wheels" -r "$here/ansible.txt"
-"${download[@]}" -d "$work/dl" -r "$here/packages.txt"
+. "$here/download.sh"
+download "$out/wheels" "$here/ansible.txt"
+download "$work/dl" "$here/packages.txt"
 
 cd "$work"
 for wheel in dl/*.whl; do

@@ -24,8 +24,8 @@ from . import procs, raw, servers
 from .scenarios import empty, holders, scenario
 from .session import REPOSITORY, Session
 
-# The module's own code, as tests/conftest.py makes it known to the tests.
-sys.path.insert(0, str(REPOSITORY / "module_utils"))
+# The code under test, as tests/conftest.py makes it known to the tests.
+sys.path[:0] = [str(REPOSITORY / name) for name in ("module_utils", "plugin_utils")]
 
 NAME = "benchmark"
 STARTS = "benchmark-starts"
@@ -63,7 +63,9 @@ class Shape:
     loads: Mapping[str, int] = field(default_factory=lambda: {"1": 1, "4": 4})
     output_length: int = 512
     prompt_characters: int = 0  # of each prompt, from the repository's own texts; 0: the short ones below
-    probe: Sequence[int] = (32, 160)  # tokens of a short and a long stream that are sent before each measurement
+    # Tokens of a short and a long stream that are sent before each measurement. A step takes the longer the more tokens
+    # there are before it: the long one is as long as the measured answers.
+    probe: Sequence[int] = (32, 512)
     rounds: int = 12
     starts: int = 12  # of the scenario that starts the baseline again and again
     repeats: int = 3  # of each load in each of those starts
@@ -119,8 +121,9 @@ def prompts(shape: Shape, load: str) -> list[str]:
     if not shape.prompt_characters:
         return list(PROMPTS[:count])
     texts = [one["conversations"][0]["value"] for one in json.loads(SUMMARIES.read_text(encoding="utf-8"))]
-    turned = ["\n\n".join([*texts[number:], *texts[:number]]) for number in range(count)]
-    return [text[: shape.prompt_characters] for text in turned]
+    text = "\n\n".join(texts)
+    # Of as many tokens each: whose turn comes first must not matter.
+    return [f"{number}. {text}"[: shape.prompt_characters] for number in range(1, count + 1)]
 
 
 def cell_name(load: str, shape: Shape) -> str:
