@@ -1,6 +1,6 @@
-"""Every module that runs on a host, found by the name of this file: the other names are links to it.
+"""The action plugin of each module, found by the name of this file: the other names are links to it.
 
-What they do is in plugin_utils/gpu_control/host_modules.py.
+What they do is in plugin_utils/, by the tables of gpu_control/actions.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control.host_modules import MODULES  # noqa: E402
+from gpu_control import actions  # noqa: E402
 
-ActionModule = MODULES[Path(__file__).stem]
+ActionModule = actions.named(Path(__file__).stem)

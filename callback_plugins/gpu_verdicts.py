@@ -23,7 +23,6 @@ options:
 """
 
 import json  # noqa: E402
-import os  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -32,10 +31,11 @@ from ansible import constants as C  # noqa: E402
 from ansible.plugins.callback import CallbackBase  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-if str(REPOSITORY / "plugin_utils") not in sys.path:
-    sys.path.append(str(REPOSITORY / "plugin_utils"))
+for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
+    if str(_folder) not in sys.path:
+        sys.path.append(str(_folder))
 
-from gpu_control import breaker, gate, hooks, records, table  # noqa: E402
+from gpu_control import breaker, gate, hooks, records, table, whole_file  # noqa: E402
 
 MODULE = "gpu_reset"
 PLAN = "reset_plan"
@@ -206,11 +206,8 @@ class CallbackModule(CallbackBase):
 
     def _write_report(self, merged: list[dict[str, Any]]) -> None:
         file = self._folder() / "last-reset.json"
-        temporary = file.with_name(f".last-reset-{os.getpid()}.json")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(merged, indent=2, default=str) + "\n", encoding="utf-8")
-            temporary.replace(file)
+            whole_file.write(file, json.dumps(merged, indent=2, default=str) + "\n")
         except OSError as error:
             self._record_trouble = self._record_trouble or f"{file} could not be written: {error.strerror}."
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_control import records
+from gpu_control import records, whole_file
 
 from . import before, results, runs, settings, variants, verdict
 from . import plan as planning
@@ -245,8 +245,8 @@ def _overridden(made: list[variants.Variant], overriding: Mapping[str, Any]) -> 
 
 def _keep_private(context: Context, run: runs.Run, made: list[variants.Variant]) -> None:
     """The variants with their secrets, for as long as the play lives."""
-    data = json.dumps([one.as_dict() for one in made], default=str).encode()
-    runs.write_bytes(_private_path(context, run), data, mode=0o600)
+    text = json.dumps([one.as_dict() for one in made], default=str)
+    whole_file.write(_private_path(context, run), text, 0o600)
 
 
 def _private_path(context: Context, run: runs.Run) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from gpu_control import table
+from gpu_control import table, whole_file
 
 from . import charts, results, runs
 
@@ -28,11 +28,11 @@ def write(run: runs.Run, earlier: runs.Run | None = None, now: float | None = No
     folder = run.folder
     for host_charts in drawn.values():
         for chart in host_charts:
-            runs.write_bytes(folder / "charts" / f"{chart.name}.png", chart.png)
+            whole_file.write(folder / "charts" / f"{chart.name}.png", chart.png)
     runs.write(folder / "results.json", data)
-    runs.write_bytes(folder / "results.csv", as_csv(data).encode())
-    runs.write_bytes(folder / "report.md", as_markdown(data, drawn).encode())
-    runs.write_bytes(folder / "report.html", as_html(data, drawn).encode())
+    whole_file.write(folder / "results.csv", as_csv(data))
+    whole_file.write(folder / "report.md", as_markdown(data, drawn))
+    whole_file.write(folder / "report.html", as_html(data, drawn))
     return data, troubles
 
 

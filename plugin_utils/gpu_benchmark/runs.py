@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_control import records
+from gpu_control import records, whole_file
 from gpu_host import masking
 
 SCHEMA = 1
@@ -80,22 +80,7 @@ def file_name(text: str) -> str:
 def write(target: Path, data: Any) -> None:
     """Replace the file as a whole, on disk before this returns. OSError."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-    write_bytes(target, text.encode("utf-8", "surrogatepass"))
-
-
-def write_bytes(target: Path, content: bytes, mode: int = 0o644) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    passing = target.with_name(f".{target.name}.{secrets.token_hex(4)}.new")
-    number = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(passing, target)
-    except BaseException:
-        passing.unlink(missing_ok=True)
-        raise
+    whole_file.write(target, text.encode("utf-8", "surrogatepass"))
 
 
 def read(path: Path) -> Any:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import whole_file
+
 FILE_NAME = "breaker.json"
 SCHEMA = 1
 LEAST_DIRTY = 2  # one host is no pattern
@@ -91,13 +93,8 @@ def _read(file: Path) -> list[Trip]:
 
 
 def _write(file: Path, stopped: Sequence[Trip]) -> None:
-    temporary = file.with_name(f".{file.name}-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as opened:
-        json.dump({"schema": SCHEMA, "stopped": [asdict(one) for one in stopped]}, opened, indent=1)
-        opened.write("\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(file)
+    content = {"schema": SCHEMA, "stopped": [asdict(one) for one in stopped]}
+    whole_file.write(file, json.dumps(content, indent=1) + "\n")
 
 
 @contextmanager

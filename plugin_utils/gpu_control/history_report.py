@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,19 +14,6 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 MOST_HOSTS = 40  # rows of the terminal's table; the HTML file has all
 MOST_PROBLEMS = 10
 STRIP = 30  # newest resets of a host shown as a strip
-
-
-def write(file: Path, text: str) -> None:
-    """Replace the file as a whole, readable by all. OSError where that fails."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    passing = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        passing.write_text(text, encoding="utf-8")
-        os.chmod(passing, 0o644)
-        os.replace(passing, file)
-    except BaseException:
-        passing.unlink(missing_ok=True)
-        raise
 
 
 def ordered(verdicts: Iterable[str]) -> list[str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
-from . import records
+from . import records, whole_file
 
 FOLDER = "preflight"
 _KEPT = ("schema", "part", "passed", "findings", "switched_off", "all_reduce", "facts", "msg", "seconds")
@@ -37,11 +35,8 @@ def write(host: str, returned: dict[str, Any], folder: Path | None = None) -> st
     target = path_of(host, returned["part"], folder)
     returned["warnings"] = [*returned.get("warnings", []), *warnings(host, returned)]
     report = {"host": host, "when": records.timestamp(), **{key: returned[key] for key in _KEPT if key in returned}}
-    passing = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        passing.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        os.replace(passing, target)
+        whole_file.write(target, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         returned.setdefault("warnings", []).append(f"The report {target} could not be written: {error.strerror}.")
         return ""

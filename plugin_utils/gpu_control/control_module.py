@@ -1,0 +1,43 @@
+"""A module that works on the control node alone: no host is contacted, whatever the play says.
+
+Its file in library/ documents it. Only this runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.plugins.action import ActionBase
+
+
+class ControlModule(ActionBase):
+    """An action: `spec` says what it takes, `act` does it."""
+
+    TRANSFERS_FILES = False
+    _requires_connection = False
+    _supports_check_mode = True
+
+    spec: ClassVar[Mapping[str, dict[str, Any]]] = {}
+
+    def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        self.task_vars = task_vars or {}
+        result: dict[str, Any] = super().run(tmp, self.task_vars)
+        validated = ArgumentSpecValidator(self.spec).validate(self._task.args)
+        params = validated.validated_parameters
+        if problems := validated.error_messages or self.judge(params):
+            return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
+        return {**result, "changed": False, **self.act(params)}
+
+    @property
+    def check_mode(self) -> bool:
+        return bool(self._task.check_mode)
+
+    def judge(self, params: dict[str, Any]) -> list[str]:
+        """A sentence for each thing that is wrong before anything is read."""
+        return []
+
+    def act(self, params: dict[str, Any]) -> dict[str, Any]:
+        """What the task returns."""
+        raise NotImplementedError
