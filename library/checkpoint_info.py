@@ -14,6 +14,8 @@ description:
   - A shard is whole when 8 + its header's length + the largest offset in it equals the file's size.
   - Folders of a hub cache (C(snapshots/<revision>)) are read through their links.
   - Changes nothing, and an incomplete model is no failure of the module. Look at C(complete).
+extends_documentation_fragment:
+  - changes_nothing
 options:
   path:
     description: The model's folder on the host.
@@ -43,13 +45,6 @@ options:
     description: Files hashed at a time, by the host's cores (16 at most) when 0.
     type: int
     default: 0
-attributes:
-  check_mode:
-    description: Changes nothing, so check mode is the same.
-    support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 seealso:
   - module: eagle3_drafter
 author:

@@ -15,6 +15,8 @@ description:
     host runs again, by its resume command where it has one.
   - A reset of the host spares the jobs, since none of them is a server; one whose command starts a server is refused.
   - Jobs see no GPU unless their own environment sets E(CUDA_VISIBLE_DEVICES).
+extends_documentation_fragment:
+  - servers.patterns
 options:
   jobs:
     description: The jobs. With O(state=status) an empty list means all that are on record on the host.
@@ -112,21 +114,6 @@ options:
     description: Folder on the host that holds what is known of the jobs.
     type: str
     default: /var/lib/gpu-host
-  server_modules:
-    description: Python modules that are servers.
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description: Console scripts that are servers.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description: Titles of servers' workers.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
 attributes:
   check_mode:
     description: Says which jobs would be started, resumed or stopped.

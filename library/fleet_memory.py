@@ -53,12 +53,11 @@ written:
   returned: always
 """
 
-from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
-    module.fail_json(msg="fleet_memory runs by its action plugin: start Ansible in the repository's folder.")
+    ordinary_module.without_action_plugin("fleet_memory")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ description:
   - Part V(plan) looks at what is installed for the server, and holds it and the arguments against each other and
     against the GPUs. It loads nothing and imports neither torch nor SGLang.
   - Changes nothing. Run through the action plugin it keeps its report on the control node as well.
+extends_documentation_fragment:
+  - changes_nothing
 options:
   part:
     description: What to check.
@@ -135,13 +137,6 @@ options:
     description: Seconds for everything but the all-reduce.
     type: float
     default: 90
-attributes:
-  check_mode:
-    description: Changes nothing, so check mode is the same.
-    support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 author:
   - The authors of this repository
 """

@@ -13,6 +13,8 @@ description:
     up the processes that hold it, and gives each GPU a verdict and a cure in one sentence.
   - Changes nothing. A GPU or a field that can't be read leaves the others as they are, and says why in C(errors).
   - Every call into the driver is made in a child process that is left behind when O(timeout) is over.
+extends_documentation_fragment:
+  - changes_nothing
 options:
   gpus:
     description: GPUs to report, by NVML index, UUID or PCI id. All GPUs of the host when empty.
@@ -44,13 +46,6 @@ options:
     description: Where the device nodes C(nvidia<minor>) are.
     type: str
     default: /dev
-attributes:
-  check_mode:
-    description: Changes nothing, so check mode is the same.
-    support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 notes:
   - An open device node says that a process uses the driver, not which GPU. C(holders) is a hint, C(processes) the
     proof.

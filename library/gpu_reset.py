@@ -16,6 +16,9 @@ description:
   - Fails unless the verdict is clean or skipped.
 author:
   - The maintainers (@maintainers)
+extends_documentation_fragment:
+  - servers
+  - servers.patterns
 options:
   phases:
     description:
@@ -63,24 +66,6 @@ options:
       - Protected processes alone may hold this much memory (MiB) of a GPU that counts as clean.
     type: int
     default: 1024
-  server_modules:
-    description:
-      - A process that Python runs as one of these modules (python -m) is a server.
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description:
-      - A process started as one of these console scripts with this subcommand is a server.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description:
-      - Titles that a server's workers give themselves.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
   protected:
     description:
       - File names of executables that are never touched, besides those always protected (nvidia-
@@ -102,17 +87,6 @@ options:
         not root refuses.
     type: bool
     default: false
-  scope_cgroup:
-    description:
-      - Only processes of this control group and those below it are seen at all, for example
-        /lxc/101.
-    type: str
-    default: ""
-  scope_folder:
-    description:
-      - Only processes whose working folder is this or below it are seen at all.
-    type: str
-    default: ""
   bytecode_paths:
     description:
       - Source trees on the host whose stale bytecode (__pycache__) is deleted.
@@ -160,16 +134,6 @@ options:
     elements: str
     choices: [probe, gpu_reset, reboot]
     default: []
-  state_folder:
-    description:
-      - Where the host keeps its lock, journal, evidence and server records.
-    type: str
-    default: /var/lib/gpu-host
-  device_folder:
-    description:
-      - Where the nvidia device nodes are.
-    type: str
-    default: /dev
   policy:
     description:
       - Which hosts are reset, and how their servers are asked to go. V(drain) takes every one; requests that were

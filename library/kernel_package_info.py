@@ -13,6 +13,8 @@ description:
   - Lists the GPU architectures that its libraries hold code for, by C(cuobjdump) where there is one (the CUDA
     toolkit's, or the PyPI package nvidia-cuda-cuobjdump), else by a reader of its own.
   - Changes nothing.
+extends_documentation_fragment:
+  - changes_nothing
 options:
   python:
     description: The server's Python on the host.
@@ -38,13 +40,6 @@ options:
     description: Seconds for the whole call.
     type: float
     default: 120
-attributes:
-  check_mode:
-    description: Changes nothing, so check mode is the same.
-    support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 seealso:
   - module: kernel_build
 author:

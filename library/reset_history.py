@@ -96,12 +96,11 @@ written:
   returned: success
 """
 
-from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
-    module.fail_json(msg="reset_history runs by its action plugin: start Ansible in the repository's folder.")
+    ordinary_module.without_action_plugin("reset_history")
 
 
 if __name__ == "__main__":

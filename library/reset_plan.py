@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Documents reset_plan. All of it happens on the control node, in action_plugins/reset_plan.py."""
+"""Judges the switches of a run of resets."""
 
 from __future__ import annotations
 
@@ -65,12 +65,11 @@ schedule:
   returned: success
 """
 
-from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
-    module.fail_json(msg="reset_plan works on the control node alone: its action plugin (action_plugins) is missing.")
+    ordinary_module.without_action_plugin("reset_plan")
 
 
 if __name__ == "__main__":

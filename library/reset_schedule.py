@@ -102,16 +102,11 @@ lines:
   elements: str
 """
 
-from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpu_host import arguments, reset_schedule
+from ansible.module_utils.gpu_host import arguments, ordinary_module, reset_schedule
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=arguments.RESET_SCHEDULE, supports_check_mode=True)
-    result = reset_schedule.run(module.params, check_mode=module.check_mode, diff=module._diff)
-    if result.pop("failed", False):
-        module.fail_json(**result)
-    module.exit_json(**result)
+    ordinary_module.main(arguments.RESET_SCHEDULE, reset_schedule.run)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ description:
     reads that note, waits until each of those servers takes requests, and puts it back as it was registered, with the
     key that the server wants.
   - Where nothing is out it does nothing. A server that does not come up in time stays out and is named.
+extends_documentation_fragment:
+  - servers
+  - servers.patterns
 options:
   timeout:
     description:
@@ -24,44 +27,6 @@ options:
       - Seconds to wait for a reset of the same host to end.
     type: float
     default: 60
-  server_modules:
-    description:
-      - A process that Python runs as one of these modules (python -m) is a server.
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description:
-      - A process started as one of these console scripts with this subcommand is a server.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description:
-      - Titles that a server's workers give themselves.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
-  scope_cgroup:
-    description:
-      - Only processes of this control group and those below it are seen at all.
-    type: str
-    default: ""
-  scope_folder:
-    description:
-      - Only processes whose working folder is this or below it are seen at all.
-    type: str
-    default: ""
-  state_folder:
-    description:
-      - Where the host keeps its lock, the note and the server records.
-    type: str
-    default: /var/lib/gpu-host
-  device_folder:
-    description:
-      - Where the nvidia device nodes are.
-    type: str
-    default: /dev
 attributes:
   check_mode:
     support: full

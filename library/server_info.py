@@ -19,6 +19,10 @@ description:
   - V(zombie) is what is left of a server, or a server that is deaf, while it holds GPU memory or may still take it.
   - V(absent) is a server with a record and no process.
   - Changes nothing, and sends no request to the model. All servers are asked in parallel.
+extends_documentation_fragment:
+  - servers
+  - servers.patterns
+  - changes_nothing
 options:
   servers:
     description: Names of servers to report, all of the host when empty. One that does not exist is V(absent).
@@ -35,44 +39,6 @@ options:
       - SGLang's own watchdog ends a batch after 300 s.
     type: float
     default: 300
-  server_modules:
-    description: Python modules that are a server when run with C(python -m).
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description: Console scripts with their subcommand that are a server.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description: Titles that a server's workers give themselves.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
-  scope_cgroup:
-    description: See only processes of this control group.
-    type: str
-    default: ""
-  scope_folder:
-    description: See only processes whose working folder is in this folder.
-    type: str
-    default: ""
-  state_folder:
-    description: Folder on the host that holds the server records.
-    type: str
-    default: /var/lib/gpu-host
-  device_folder:
-    description: Where the device nodes are.
-    type: str
-    default: /dev
-attributes:
-  check_mode:
-    description: Changes nothing, so check mode is the same.
-    support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 notes:
   - A server's API key is taken from its command line, its C(--config) file or its environment, sent to the socket that
     the server's own process has open on this host, and never returned.

@@ -18,6 +18,9 @@ description:
   - Where systemd is not pid 1, or without root, the server is a detached process with a pid file.
   - It never ends a server that runs outside of its own unit, and it refuses a port or GPUs that another one has. The
     module M(gpu_reset) ends what is in the way.
+extends_documentation_fragment:
+  - servers
+  - servers.patterns
 options:
   name:
     description: Name of the server, its unit and its files.
@@ -162,37 +165,6 @@ options:
     description: Who deploys, for the record; the control node fills it in.
     type: str
     default: ""
-  server_modules:
-    description: Python modules that are servers.
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description: Console scripts that are servers.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description: Titles of servers' workers.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
-  scope_cgroup:
-    description: Only processes of this control group and below are seen.
-    type: str
-    default: ""
-  scope_folder:
-    description: Only processes whose working folder is this or below are seen.
-    type: str
-    default: ""
-  state_folder:
-    description: Folder on the host that holds the records.
-    type: str
-    default: /var/lib/gpu-host
-  device_folder:
-    description: Folder of the nvidia device nodes.
-    type: str
-    default: /dev
 attributes:
   check_mode:
     description: Says whether and why the server would be started.

@@ -12,6 +12,9 @@ description:
   - Installs a systemd timer that looks at the server every few minutes, tells a hook when it has become a zombie or
     hangs, and resets and restarts it where that is allowed.
   - Needs its action plugin, which gives it the program that the timer runs.
+extends_documentation_fragment:
+  - servers
+  - servers.patterns
 options:
   name:
     description: Name of the server's record.
@@ -69,37 +72,6 @@ options:
     description: The action plugin's.
     type: str
     default: ""
-  server_modules:
-    description: Python modules that are servers.
-    type: list
-    elements: str
-    default: [sglang.launch_server, vllm.entrypoints.openai.api_server]
-  server_commands:
-    description: Console scripts that are servers.
-    type: list
-    elements: str
-    default: [sglang serve, vllm serve]
-  server_titles:
-    description: Titles of servers' workers.
-    type: list
-    elements: str
-    default: ["sglang::*", "VLLM::*"]
-  scope_cgroup:
-    description: Only processes of this control group and below are seen.
-    type: str
-    default: ""
-  scope_folder:
-    description: Only processes whose working folder is this or below are seen.
-    type: str
-    default: ""
-  state_folder:
-    description: Folder on the host that holds the records.
-    type: str
-    default: /var/lib/gpu-host
-  device_folder:
-    description: Folder of the nvidia device nodes.
-    type: str
-    default: /dev
 attributes:
   check_mode:
     description: Says what would change.

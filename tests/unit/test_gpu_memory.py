@@ -208,14 +208,6 @@ def test_every_returned_key_is_documented_and_the_other_way_round(host):
     assert set(result["gpus"][0]) == set(documented["gpus"]["contains"])
 
 
-def test_the_documented_options_are_the_modules_arguments():
-    source = (ROOT / "library" / "gpu_memory.py").read_text()
-    options = yaml.safe_load(re.search(r'DOCUMENTATION = r"""(.*?)"""', source, re.DOTALL).group(1))["options"]
-    for option in options.values():
-        option.pop("description")
-    assert options == arguments.GPU_MEMORY
-
-
 @pytest.mark.parametrize("python", pythons())
 def test_the_module_runs_under_every_python(nvml_double, tmp_path, python):
     """The report as one program, as the module carries it to a host."""

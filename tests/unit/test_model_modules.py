@@ -1,4 +1,4 @@
-"""The modules that look after models, as Ansible runs them, and their documentation."""
+"""The modules that look after models, as Ansible runs them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from gpu_host import arguments
 
 from tests.unit.model_folders import MODELS, write_drafter, write_target
+from tests.unit.test_module_documents import documents
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = {
-    "checkpoint_info": arguments.CHECKPOINT_INFO,
-    "eagle3_drafter": arguments.EAGLE3_DRAFTER,
-    "model_delegation": arguments.MODEL_DELEGATION,
-}
 # Added by Ansible itself, some of it since a result has a path.
 ANSIBLES = {"invocation", "changed", "diff", "owner", "group", "uid", "gid", "mode", "size", "state", "secontext"}
-
-
-def documents(name: str) -> dict[str, Any]:
-    source = (ROOT / "library" / f"{name}.py").read_text(encoding="utf-8")
-    names: dict[str, str] = {}
-    exec(source.partition("\nfrom ansible")[0].partition("import annotations\n")[2], names)
-    return {key: yaml.safe_load(names[key]) for key in ("DOCUMENTATION", "EXAMPLES", "RETURN")}
 
 
 def run_module(name: str, *, check: bool = False, **params: Any) -> dict[str, Any]:
@@ -47,26 +34,12 @@ def run_module(name: str, *, check: bool = False, **params: Any) -> dict[str, An
     return result
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_every_option_is_documented_as_it_is_taken(name: str) -> None:
-    documented = documents(name)["DOCUMENTATION"]["options"]
-    for option in documented.values():
-        del option["description"]
-    assert documented == SPECS[name]
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_examples_use_options_that_exist(name: str) -> None:
-    used = [task[name] for task in documents(name)["EXAMPLES"] if name in task]
-    assert used and all(set(options) <= set(SPECS[name]) for options in used)
-
-
 def test_checkpoint_info_returns_what_it_documents(tmp_path: Path) -> None:
     model = write_target(tmp_path / "model")
     for path in (model, tmp_path / "nothing"):
         result = run_module("checkpoint_info", path=str(path))
         assert not result["changed"] and "failed" not in result, "an incomplete model is no failure of a gatherer"
-        assert set(result) - ANSIBLES == set(documents("checkpoint_info")["RETURN"])
+        assert set(result) - ANSIBLES == set(documents("checkpoint_info")[2])
 
 
 def test_eagle3_drafter_returns_what_it_documents(tmp_path: Path) -> None:
@@ -79,7 +52,7 @@ def test_eagle3_drafter_returns_what_it_documents(tmp_path: Path) -> None:
     for changes in (True, False):
         result = run_module("eagle3_drafter", context_length="raise", **pair)
         assert result["changed"] is changes
-        assert set(result) - ANSIBLES == set(documents("eagle3_drafter")["RETURN"])
+        assert set(result) - ANSIBLES == set(documents("eagle3_drafter")[2])
 
 
 def test_model_delegation_returns_what_it_documents(tmp_path: Path) -> None:
@@ -88,7 +61,7 @@ def test_model_delegation_returns_what_it_documents(tmp_path: Path) -> None:
     for changes in (True, False):
         result = run_module("model_delegation", path=str(path), class_name="W")
         assert result["changed"] is changes
-        assert set(result) - ANSIBLES == set(documents("model_delegation")["RETURN"])
+        assert set(result) - ANSIBLES == set(documents("model_delegation")[2])
 
 
 @pytest.mark.parametrize(

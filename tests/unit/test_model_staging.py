@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import random
@@ -576,30 +575,6 @@ def test_the_rate_is_that_of_the_last_half_minute():
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_the_modules_documentation_is_that_of_its_arguments():
-    source = ast.parse((ROOT / "library/model_staging.py").read_text())
-    texts = {
-        node.targets[0].id: node.value.value
-        for node in source.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-    }
-
-    def bare(options: dict[str, Any]) -> dict[str, Any]:
-        kept = ("type", "elements", "choices", "default", "required")
-        return {
-            name: {
-                **{key: value for key, value in option.items() if key in kept},
-                **({"of": bare(inner)} if (inner := option.get("suboptions") or option.get("options")) else {}),
-            }
-            for name, option in options.items()
-        }
-
-    assert bare(yaml.safe_load(str(texts["DOCUMENTATION"]))["options"]) == bare(arguments.MODEL_STAGING)
-    assert yaml.safe_load(str(texts["EXAMPLES"])) and yaml.safe_load(str(texts["RETURN"]))
 
 
 def test_the_role_hands_every_argument_on():

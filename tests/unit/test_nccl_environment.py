@@ -338,11 +338,3 @@ def test_a_play_with_an_unknown_variable_is_refused_before_the_host_is_touched(t
     assert done.returncode == 2
     assert "Nothing was done. NCCL knows no NCCL_P2P_LEVL and would ignore it; was NCCL_P2P_LEVEL" in done.stdout
     assert not (tmp_path / "nccl.env").exists()
-
-
-def test_the_modules_documentation_says_what_its_arguments_are():
-    text = (ROOT / "library/nccl_environment.py").read_text()
-    documented = yaml.safe_load(text.split('DOCUMENTATION = r"""')[1].split('"""')[0])["options"]
-    assert {name: without_description(option) for name, option in documented.items()} == {
-        name: without_description(option) for name, option in arguments.NCCL_ENVIRONMENT.items()
-    }

@@ -1,0 +1,60 @@
+"""What ansible-doc shows of each module in library/ is what the module takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible.plugins.loader import fragment_loader
+from ansible.utils.plugin_docs import get_docstring
+from gpu_control import control_modules, host_modules
+from gpu_host import arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "library").glob("*.py"))
+SPECS: dict[str, Mapping[str, dict[str, Any]]] = {
+    **{name: module.spec for name, module in host_modules.MODULES.items()},
+    **{name: module.spec for name, module in control_modules.MODULES.items()},
+    "checkpoint_info": arguments.CHECKPOINT_INFO,
+    "eagle3_drafter": arguments.EAGLE3_DRAFTER,
+    "model_delegation": arguments.MODEL_DELEGATION,
+    "reset_schedule": arguments.RESET_SCHEDULE,
+    "server_start": arguments.SERVER_START,
+}
+JUDGED = ("type", "elements", "choices", "default", "required")
+
+fragment_loader.add_directory(str(ROOT / "doc_fragments"))
+
+
+@cache
+def documents(name: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Its documentation with the fragments that it names, its examples and what it returns."""
+    document, examples, returns, _ = get_docstring(str(ROOT / f"library/{name}.py"), fragment_loader, is_module=True)
+    return document, yaml.safe_load(examples), returns
+
+
+def bare(options: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: {
+            **{key: value for key, value in option.items() if key in JUDGED},
+            "of": bare(option.get("suboptions") or option.get("options") or {}),
+        }
+        for name, option in options.items()
+    }
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_every_option_is_documented_as_it_is_taken(name: str) -> None:
+    assert bare(documents(name)[0]["options"]) == bare(SPECS[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_says_what_it_is_how_it_is_used_and_what_it_returns(name: str) -> None:
+    document, examples, returns = documents(name)
+    assert document["module"] == name and document["short_description"] and returns
+    used = [task[name] or {} for task in examples if name in task]
+    assert used and all(set(given) <= set(document["options"]) for given in used)
