@@ -23,7 +23,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_benchmark import calls, settings  # noqa: E402
+from gpu_benchmark import calls, nodes, settings  # noqa: E402
 
 # Where a variable of the host stands in for an option that the task leaves out.
 SERVER_VARIABLES = {
@@ -32,6 +32,7 @@ SERVER_VARIABLES = {
     "arguments": "sglang_arguments",
     "environment": "sglang_environment",
     "nccl_profile": "nccl_env_profile",
+    "nodes": "sglang_nodes",
 }
 
 display = Display()
@@ -59,11 +60,14 @@ class ActionModule(ActionBase):
         context = calls.Context(
             repository=REPOSITORY,
             temporary=Path(C.DEFAULT_LOCAL_TMP),
-            host=parameters.get("host") or host,
+            host=parameters.get("host") or nodes.head(parameters.get("nodes"), host),
             now=time.time(),
             clock=calls.this_clock(),
             check_mode=bool(self._task.check_mode),
             overriding=self._extra_variables(),
+            node=host if name == "benchmark_plan" and not parameters.get("host") else "",
+            begun=tuple(task_vars["ansible_play_hosts_all"]),
+            here=tuple(task_vars["ansible_play_hosts"]),
         )
         returned = calls.CALLS[name](parameters, context)
         for line in returned.pop("tell", ()):
@@ -78,8 +82,18 @@ class ActionModule(ActionBase):
         for option, variable in SERVER_VARIABLES.items():
             if option not in given and variable in task_vars:
                 given[option] = self._templar.template(task_vars[variable])
+        asked = [name for name in task_vars if name.startswith("serving_benchmark_") and not name.endswith("_result")]
+        given["asked"] = {name: self._templar.template(task_vars[name]) for name in asked}
+        given["nodes_of_others"] = self._nodes_of_others(given.get("nodes"), task_vars)
         given["known_variables"] = [*given.get("known_variables", []), *settings.RESERVED]
         given["variable_names"] = [str(name) for name in task_vars if str(name).startswith(settings.PREFIX)]
+
+    def _nodes_of_others(self, named: Any, task_vars: Mapping[str, Any]) -> dict[str, Any]:
+        """What the hosts that share a server are told of it themselves."""
+        if not isinstance(named, list):
+            return {}
+        there = [one for one in named if isinstance(one, str) and one in task_vars["hostvars"]]
+        return {one: self._templar.template(task_vars["hostvars"][one].get("sglang_nodes")) for one in there}
 
     def _extra_variables(self) -> dict[str, Any]:
         """What stands on the command line goes before everything that a play can set."""

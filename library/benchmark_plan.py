@@ -24,7 +24,7 @@ options:
     choices: [begin, next]
     default: begin
   host:
-    description: Whose plan it is. The host of the task when empty.
+    description: Whose plan it is. The host of the task when empty, the first of O(nodes) where there are several.
     type: str
     default: ""
   variants:
@@ -159,6 +159,20 @@ options:
     description: The host's NCCL profile. Without it, C(nccl_env_profile).
     type: str
     default: latency
+  asked:
+    description: The host's variables of the role C(serving_benchmark). The action plugin fills it in.
+    type: dict
+    default: {}
+  nodes:
+    description: >-
+      The hosts of one server, its first one first. The results are kept under the name of the first, and V(next) tells
+      all of them the same steps. Without it, C(sglang_nodes).
+    type: raw
+    default: []
+  nodes_of_others:
+    description: What those hosts have as O(nodes) themselves, by host. The action plugin fills it in.
+    type: dict
+    default: {}
   known_variables:
     description: Further variables that begin with C(benchmark_) and are right.
     type: list

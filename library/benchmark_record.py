@@ -41,7 +41,7 @@ options:
     type: int
     default: 1
   measurement:
-    description: What M(serving_benchmark) returned as C(measurement). One of O(measurement) and O(failure) is needed.
+    description: What M(serving_benchmark) returned as C(measurement). One of O(measurement) and O(failures) is needed.
     type: dict
   server:
     description: >-
@@ -49,11 +49,13 @@ options:
       out is taken from O(measurement).
     type: dict
     default: {}
-  failure:
+  failures:
     description: >-
       Why there is no measurement: cause (a sentence), cure (a sentence), phase (reset, launch, health or measure),
-      evidence_line, log (a path on the host).
-    type: dict
+      evidence_line, log (a path on the host). Of a server over several hosts what each of them says, with its node and
+      rank; the first that has a cause of its own is kept, an explained one before others.
+    type: list
+    elements: dict
 attributes:
   check_mode:
     description: Judges the input and writes nothing.
@@ -84,9 +86,9 @@ EXAMPLES = r"""
     run: "{{ __benchmark_plan.run }}"
     round: "{{ __benchmark_next.step.round }}"
     variant: "{{ __benchmark_next.step.variant }}"
-    failure:
-      phase: health
-      cause: "{{ ansible_failed_result.msg }}"
+    failures:
+      - phase: health
+        cause: "{{ ansible_failed_result.msg }}"
 """
 
 RETURN = r"""

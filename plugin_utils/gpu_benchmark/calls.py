@@ -5,6 +5,7 @@ Each takes validated parameters and a Context and returns what the task returns.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ from typing import Any
 
 from gpu_control import records, whole_file
 
-from . import before, results, runs, settings, variants, verdict
+from . import before, nodes, results, runs, settings, variants, verdict
 from . import plan as planning
 from . import report as reports
 
@@ -26,7 +27,8 @@ PRIVATE = "benchmark-variants"
 @dataclass(frozen=True)
 class Context:
     """`temporary`: a private folder that lives as long as the play. `now`: seconds since 1970. `overriding`: variables
-    of the command line, which go before what a play sets."""
+    of the command line, which go before what a play sets. `host`: whose results they are; `node`: the task's own host
+    ('': the same). `begun` and `here`: the play's hosts, and those that have not dropped out."""
 
     repository: Path
     temporary: Path
@@ -35,6 +37,18 @@ class Context:
     clock: planning.Clock
     check_mode: bool = False
     overriding: Mapping[str, Any] = field(default_factory=dict)
+    node: str = ""
+    begun: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> str:
+        return self.node or self.host
+
+    @property
+    def follows(self) -> bool:
+        """Whether the host only has a part of another one's server."""
+        return self.own != self.host
 
     @property
     def session(self) -> str:
@@ -60,6 +74,9 @@ PLAN: dict[str, dict[str, Any]] = {
     "arguments": {"type": "dict", "default": {}},
     "environment": {"type": "dict", "default": {}},
     "nccl_profile": {"type": "str", "default": "latency"},
+    "asked": {"type": "dict", "default": {}},
+    "nodes": {"type": "raw", "default": []},
+    "nodes_of_others": {"type": "dict", "default": {}},
     "known_variables": {"type": "list", "elements": "str", "default": []},
     "variable_names": {"type": "list", "elements": "str", "default": []},
 }
@@ -72,7 +89,7 @@ RECORD: dict[str, dict[str, Any]] = {
     "repeat": {"type": "int", "default": 1},
     "measurement": {"type": "dict"},
     "server": {"type": "dict", "default": {}},
-    "failure": {"type": "dict"},
+    "failures": {"type": "list", "elements": "dict"},
 }
 REPORT: dict[str, dict[str, Any]] = {
     "run": {"type": "str", "default": runs.LATEST},
@@ -111,13 +128,16 @@ def _begin(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     given = {one.name: parameters[one.name] for one in settings.SETTINGS if parameters.get(one.name) is not None}
     problems = settings.unknown(parameters["variable_names"], parameters["known_variables"])
     chosen, more = settings.read(given)
-    problems += more
+    problems += more + _of_the_play(parameters["asked"], context.overriding)
+    shared = parameters["nodes"]
+    problems += nodes.problems(shared, context.own, parameters["nodes_of_others"], context.here, context.begun)
     if problems:
         return _refused(problems)
 
-    earlier = _earlier(chosen["run"], context.host)
+    earlier = _earlier(chosen["run"], context)
     if earlier is not None:
         chosen, problems = _as_before(chosen, set(given), earlier)
+    problems += settings.too_few_rounds(chosen)
     server = variants.Server(
         speculation=parameters["speculation"],
         drafter=parameters["drafter"],
@@ -129,9 +149,11 @@ def _begin(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     cells, more_cells = variants.cells(chosen, context.repository)
     problems += more + more_cells + _overridden(made, context.overriding)
     if chosen["compare_to"]:
-        runs.existing(chosen["compare_to"])
+        chosen["compare_to"], more = _compared(chosen, context.temporary / "benchmark-compared.json")
+        problems += more
+    over = {"nodes": list(shared)} if len(shared) > 1 else {}
     if not problems and earlier is not None:
-        problems = _differences(earlier, made, cells)
+        problems = _differences(earlier, made, cells, list(over.get("nodes", [])), parameters["asked"])
     if problems:
         return _refused(problems)
 
@@ -155,10 +177,14 @@ def _begin(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
         "settings": chosen,
         "variants": [runs.masking.mask_value(variant.as_dict()) for variant in made],
         "cells": [cell.as_dict() for cell in cells],
+        "asked": dict(parameters["asked"]),
+        **over,
     }
-    run.write_plan(context.host, content)
+    verb = "Resuming" if resumed and earlier is not None else "Measuring"
+    run.write_plan(context.own, content, part=context.follows)
     _keep_private(context, run, made)
-    verb = "Resuming" if resumed and run.plan(context.host) else "Measuring"
+    if over:
+        what += f", one server over {', '.join(shared)}"
     return {
         **answer,
         "run": run.name,
@@ -166,8 +192,13 @@ def _begin(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
         "resumed": resumed,
         "changed": True,
         "msg": f"{verb} {what}; run {run.name}.",
-        "tell": [f"  {context.host}: {what}; run {run.name} in {run.folder}"],
+        "tell": _tell(context, f"{what}; run {run.name} in {run.folder}"),
     }
+
+
+def _tell(context: Context, line: str) -> list[str]:
+    """For the terminal; of a server over several hosts one of them speaks."""
+    return [] if context.follows else [f"  {context.host}: {line}"]
 
 
 def _plan(chosen: Mapping[str, Any], made: list[variants.Variant], cells: list[variants.Cell]) -> planning.Plan:
@@ -181,12 +212,12 @@ def _plan(chosen: Mapping[str, Any], made: list[variants.Variant], cells: list[v
     )
 
 
-def _earlier(name: str, host: str) -> dict[str, Any] | None:
+def _earlier(name: str, context: Context) -> dict[str, Any] | None:
     """The host's plan in a run that is to be resumed."""
     if not name:
         return None
     try:
-        return runs.existing(name).plan(host)
+        return runs.existing(name).plan(context.own, part=context.follows)
     except runs.RunError:
         if name == runs.LATEST:
             raise
@@ -194,9 +225,10 @@ def _earlier(name: str, host: str) -> dict[str, Any] | None:
 
 
 def _as_before(chosen: dict[str, Any], given: set[str], earlier: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The run's own settings for what is measured; a value given now must be the same."""
+    """The run's own settings where none are given now; those that say what is measured must be the same."""
     problems = []
-    result = dict(chosen)
+    kept = {name: value for name, value in earlier.get("settings", {}).items() if name in settings.BY_NAME}
+    result = {**chosen, **{name: value for name, value in kept.items() if name not in given and name != "run"}}
     for name in settings.SHAPE:
         before = earlier.get("settings", {}).get(name, chosen[name])
         if name in given and chosen[name] != before:
@@ -208,8 +240,50 @@ def _as_before(chosen: dict[str, Any], given: set[str], earlier: Mapping[str, An
     return result, problems
 
 
-def _differences(earlier: Mapping[str, Any], made: list[variants.Variant], cells: list[variants.Cell]) -> list[str]:
+def _compared(chosen: Mapping[str, Any], note: Path) -> tuple[str, list[str]]:
+    """The earlier run by a name that still means the same when this one is the latest: noted before the first host of
+    the play has made it so. RunError."""
+    if chosen["compare_to"] == runs.LATEST and (noted := runs.read(note)):
+        return str(noted), []
+    earlier = runs.existing(chosen["compare_to"])
+    if chosen["run"] and earlier.folder == (runs.root() / chosen["run"]).resolve():
+        return "", [f"benchmark_compare_to: {earlier.name} is the run that is resumed; name another one."]
+    name = earlier.name if earlier.folder.parent == runs.root().resolve() else str(earlier.folder)
+    if chosen["compare_to"] == runs.LATEST:
+        runs.write(note, name)
+    return name, []
+
+
+def _of_the_play(asked: Mapping[str, Any], overriding: Mapping[str, Any]) -> list[str]:
+    """What of the roles' variables is no such variable, or would go before what the play sets for each measurement."""
+    found = []
+    known = [f"serving_benchmark_{name}" for name in (*settings.ASKED, "sample_seconds", "timeout")]
+    for name in sorted({*asked, *overriding}):
+        if name in settings.EACH_TIME:
+            if name in overriding:
+                found.append(f"{name} is given on the command line and would be that of every load; say it in "
+                             f"{settings.EACH_TIME[name]}.")  # fmt: skip
+        elif name in overriding and name in ("nccl_env_path", "server_launch_environment_file"):
+            found.append(f"{name} is given on the command line, where the benchmark would write its NCCL profiles over "
+                         "that of the server that ran before, or start without them; leave it out.")  # fmt: skip
+        elif name.startswith("serving_benchmark_") and name not in known:
+            near = difflib.get_close_matches(name, [*known, *settings.EACH_TIME], 1, 0.6)
+            cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            found.append(f"{name}: there is no such variable; {cure}")
+    return found
+
+
+def _differences(
+    earlier: Mapping[str, Any],
+    made: list[variants.Variant],
+    cells: list[variants.Cell],
+    shared: list[str],
+    asked: Mapping[str, Any],
+) -> list[str]:
     """Where the host's variables now make other variants than when the run began."""
+    if shared != earlier.get("nodes", []):
+        hosts = ", ".join(earlier.get("nodes", [])) or "this host alone"
+        return [f"The server ran over {hosts} when the run began; put sglang_nodes back, or begin a new run."]
     before = {one["name"]: one for one in earlier.get("variants", [])}
     for variant in made:
         now = runs.masking.mask_value(variant.as_dict())
@@ -220,8 +294,16 @@ def _differences(earlier: Mapping[str, Any], made: list[variants.Variant], cells
                 f"The variant {variant.name} differs from what the run began with ({', '.join(what)}); put the host's "
                 "variables back, or begin a new run."
             ]
-    if [cell.as_dict() for cell in cells] != earlier.get("cells"):
+    if cells != [variants.cell_from(one) for one in earlier.get("cells", [])]:
         return ["The prompts or loads differ from what the run began with; put them back, or begin a new run."]
+    asked_before = earlier.get("asked", {})
+    for name in (f"serving_benchmark_{one}" for one in settings.ASKED):
+        here, there = asked.get(name), asked_before.get(name)
+        if here != there:
+            return [
+                f"{name} is {json.dumps(here)} and was {json.dumps(there)} when the run began (null: not given); put "
+                "it back, or begin a new run."
+            ]
     return []
 
 
@@ -250,7 +332,7 @@ def _keep_private(context: Context, run: runs.Run, made: list[variants.Variant])
 
 
 def _private_path(context: Context, run: runs.Run) -> Path:
-    word = hashlib.sha256(f"{run.name}\0{context.host}".encode()).hexdigest()[:16]
+    word = hashlib.sha256(f"{run.name}\0{context.own}".encode()).hexdigest()[:16]
     return context.temporary / f"{PRIVATE}-{word}.json"
 
 
@@ -261,6 +343,13 @@ def _next(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     if not parameters.get("run"):
         return _refused(["benchmark_plan with state: next needs run, the name that state: begin returned."])
     run = runs.existing(str(parameters["run"]))
+    shared = parameters["nodes"]
+    if gone := nodes.lost(shared, context.here):
+        reason = (
+            f"{gone}{nodes.SHARED} dropped out of this play (failed, or can't be reached): set that right, then "
+            f"-e benchmark_run={run.name} goes on."
+        )
+        return {**nothing, "done": True, "reason": reason, "msg": reason, "tell": _tell(context, reason)}
     kept = run.plan(context.host)
     try:
         private = json.loads(_private_path(context, run).read_text(encoding="utf-8"))
@@ -281,13 +370,15 @@ def _next(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     )
     progress = planning.closed(run.progress(context.host), context.clock)
     if isinstance(following, planning.Done):
-        run.write_progress(context.host, progress)
+        if not context.follows:
+            run.write_progress(context.host, progress)
         return {
             **nothing, "done": True, "reason": following.reason, "msg": following.reason,
-            "tell": [f"  {context.host}: {following.reason}"],
+            "tell": _tell(context, following.reason),
         }  # fmt: skip
     left = planning.seconds_left(progress, following)
-    run.write_progress(context.host, planning.opened(progress, following, context.clock))
+    if not context.follows:
+        run.write_progress(context.host, planning.opened(progress, following, context.clock))
     line = planning.progress_line(following, left)
     variant = one.variant(following.variant)
     return {
@@ -296,7 +387,7 @@ def _next(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
         "reason": "",
         "progress": line,
         "msg": line,
-        "tell": [f"  {context.host}: {line}"],
+        "tell": _tell(context, line),
         "step": {
             "number": following.number,
             "of": following.of,
@@ -332,11 +423,11 @@ def record(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
         known = [one["name"] for one in kept["variants"]]
         if parameters["variant"] not in known:
             return _refused([f"Run {run.name} has no variant {parameters['variant']}; it has {', '.join(known)}."])
-        if bool(parameters.get("measurement")) == bool(parameters.get("failure")):
-            return _refused(["benchmark_record needs one of measurement and failure."])
+        if bool(parameters.get("measurement")) == bool(parameters.get("failures")):
+            return _refused(["benchmark_record needs one of measurement and failures."])
         if context.check_mode:
             return {"changed": True, "path": "", "usable": True, "msg": "Would be recorded."}
-        if parameters.get("failure"):
+        if parameters.get("failures"):
             return _record_failure(run, parameters, context)
         return _record_measurement(run, kept, parameters, context)
     except runs.RunError as error:
@@ -346,7 +437,7 @@ def record(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
 
 
 def _record_failure(run: runs.Run, parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
-    masked = runs.masking.mask_value(dict(parameters["failure"]))
+    masked = runs.masking.mask_value(nodes.failure(parameters["failures"]))
     texts = {key: str(masked[key]) for key in ("cause", "cure", "phase", "evidence_line", "log") if masked.get(key)}
     failure = runs.Failure(
         variant=parameters["variant"],
@@ -378,7 +469,7 @@ def _record_measurement(
         session=context.session,
     )
     if problem:
-        failure = {**parameters, "failure": {"cause": f"At {parameters['cell']}: {problem}", "phase": "measure"}}
+        failure = {**parameters, "failures": [{"cause": f"At {parameters['cell']}: {problem}", "phase": "measure"}]}
         return {**_record_failure(run, failure, context), "usable": False}
     path = run.write_measurement(context.host, measurement)
     line = _measured_line(measurement)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean, median, variance
 from typing import Any
 
-from . import statistics
+from . import settings, statistics
 from .runs import Measurement, Run
 
 WORSE, BETTER, SAME, UNKNOWN = "regression", "improvement", "same", "unknown"
@@ -50,7 +50,20 @@ def hosts(run: Run, earlier: Run, host: str, certainty: float) -> dict[str, Any]
                 "state": _state(low, high),
             }
         )
-    return {"run": earlier.name, "rows": rows, "remarks": _remarks(before, now, old, new, old_cells)}
+    remarks = _only_in_one(before, now) + _remarks(before, now, old, new, old_cells)
+    return {"run": earlier.name, "rows": rows, "remarks": remarks}
+
+
+def _only_in_one(before: Any, now: Any) -> list[str]:
+    """What is compared with nothing: variants and loads go by their names."""
+    found = []
+    for what, key in (("variant", "variants"), ("load", "cells")):
+        was, here = ([one["name"] for one in plan[key]] for plan in (before, now))
+        for names, where in (([name for name in here if name not in was], "this run"),
+                             ([name for name in was if name not in here], "the earlier run")):  # fmt: skip
+            if names:
+                found.append(f"Only {where} has the {what}{'s' if len(names) > 1 else ''} {', '.join(names)}.")
+    return found
 
 
 def ratio_of(
@@ -95,6 +108,9 @@ def _remarks(
     was_prompts, here_prompts = _prompts(old), _prompts(new)
     if was_prompts and here_prompts and was_prompts != here_prompts:
         found.append("The prompts differ, so accept lengths and times may too.")
+    was_asked, asked = before.get("asked", {}), now.get("asked", {})
+    names = [f"serving_benchmark_{name}" for name in settings.ASKED]
+    found += [f"{name} differs." for name in names if was_asked.get(name) != asked.get(name)]
     arguments = {one["name"]: one["arguments"] for one in before["variants"]}
     if any(arguments.get(one["name"], one["arguments"]) != one["arguments"] for one in now["variants"]):
         found.append("The server's arguments differ.")

@@ -61,7 +61,7 @@ def _environment(html: bool) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
     made.filters.update(number=number, json=lambda value: json.dumps(value, ensure_ascii=False, sort_keys=True))
-    made.globals.update(cells_of=cells_of, headings=HEADINGS, signs=SIGNS, several_loads=several_loads)
+    made.globals.update(cells_of=cells_of, headings=HEADINGS, signs=SIGNS, several_loads=several_loads, at_load=at_load)
     return made
 
 
@@ -92,6 +92,11 @@ HEADINGS = (
 
 def several_loads(host: Mapping[str, Any]) -> bool:
     return len(host["loads"]) > 1
+
+
+def at_load(host: Mapping[str, Any], one: Mapping[str, Any]) -> str:
+    """How many requests at a time, and of which load where there are several."""
+    return f"{one['concurrency']} ({one['cell']})" if several_loads(host) else str(one["concurrency"])
 
 
 def cells_of(row: Mapping[str, Any]) -> list[str]:
@@ -171,7 +176,7 @@ def terminal(data: Mapping[str, Any]) -> list[str]:
                     *([f"{row['prompt_set']} {row['input_length'] or ''} {row['output_length']}"] if loads else []),
                 ]
             )
-        lines.append(f"{host['host']}:")
+        lines.append(f"{', '.join(host.get('nodes', [host['host']]))}:")
         lines += [f"  {text}" for text in table.columns(rows, right=range(1, 7))] if len(rows) > 1 else []
         lines += [f"  {note}" for note in host["verdict"]["notes"]]
         lines += [f"  {text}" for text in _compared(host)]
@@ -185,8 +190,17 @@ def _compared(host: Mapping[str, Any]) -> list[str]:
         return []
     worse = [row for row in comparison["rows"] if row["state"] == "regression"]
     texts = [
-        f"REGRESSION against {comparison['run']}: {row['variant']} at {row['concurrency']}, {row['ratio']:.2f} times "
+        f"REGRESSION against {comparison['run']}: {row['variant']} at {at_load(host, row)}, {row['ratio']:.2f} times "
         f"({row['low']:.2f} to {row['high']:.2f})"
         for row in worse
     ]
-    return texts or [f"No regression against {comparison['run']} beyond the interval."]
+    if texts:
+        return texts
+    if not comparison["rows"]:
+        why = "; ".join(text.rstrip(".") for text in comparison["remarks"]) or "no measurement is in both"
+        return [f"Nothing can be compared with {comparison['run']}: {why}."]
+    vague = sum(row["state"] == "unknown" for row in comparison["rows"])
+    if vague:
+        return [f"Against {comparison['run']} {vague} of {len(comparison['rows'])} figures rest on one round and tell "
+                "nothing; the others are no regression beyond the interval."]  # fmt: skip
+    return [f"No regression against {comparison['run']} beyond the interval."]

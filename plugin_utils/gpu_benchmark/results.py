@@ -22,6 +22,7 @@ from .runs import Measurement, Run
 from .variants import Cell, Variant, cell_from, variant_from
 
 SCHEMA = 1
+HEAD_ALONE = "Memory and power are read on {head} alone, and the server's GPUs are on {number} hosts."
 ACCEPT_LENGTHS = Path(__file__).resolve().parent.parent.parent / "data/accept-lengths.yml"
 
 # Columns of results.csv, which are those of a row.
@@ -76,11 +77,19 @@ def host_results(run: Run, host: str, earlier: Run | None = None) -> dict[str, A
         (one.name, cell.name): _paired(measured, one, cell) for one in variants for cell in cells if one.speculates
     }
     rows = _rows(host, variants, cells, measured, found, paired)
+    shared = kept.get("nodes", [])
+    if shared:
+        rows = [_without_part(row, HEAD_ALONE.format(head=host, number=len(shared))) for row in rows]
+    shown = [_variant(one, measured) for one in variants]
+    notes = list(kept.get("notes", ()))
+    if not kept.get("starts"):
+        notes += _how_to_go_on(run.name, found, rules, max((one.round for one in measured), default=0))
     simulated = any(str(_version(one, "driver")).endswith("-simulated") for one in measured)
     return {
         "host": host,
+        **({"nodes": shared} if shared else {}),
         "simulated": simulated,
-        "verdict": _verdict(found, simulated, variants, measured, failures, kept.get("notes", ())),
+        "verdict": _verdict(found, simulated, variants, measured, failures, notes),
         "certainty": rules.certainty,
         "smallest_effect": rules.smallest_effect,
         "loads": [_load(cell) for cell in cells if cell.concurrency == cells[0].concurrency],
@@ -90,9 +99,9 @@ def host_results(run: Run, host: str, earlier: Run | None = None) -> dict[str, A
         "explanations": _explanations(variants, rows, paired),
         "failures": failures,
         "failed": _failed(failures),
-        "variants": [_variant(one, measured) for one in variants],
+        "variants": shown,
         "effort": _effort(run, host, measured, kept.get("starts")),
-        "remarks": _remarks(measured),
+        "remarks": [*_on_texts(shown, rows), *_on_sources(rows), *_remarks(measured)],
         "comparison": compare.hosts(run, earlier, host, rules.certainty) if earlier else None,
     }
 
@@ -137,6 +146,19 @@ def _verdict(
         "more_repeats": found.more_rounds,
         "notes": notes,
     }
+
+
+def _how_to_go_on(run: str, found: verdict.Verdict, rules: verdict.Rules, rounds: int) -> list[str]:
+    """What to type where the verdict is open."""
+    if found.kind != verdict.NOT_CERTAIN or not found.more_rounds:
+        return []
+    if found.more_rounds >= verdict.MOST_ROUNDS:
+        return [
+            f"The host's noise hides {100 * rules.smallest_effect:g} %: measure while nothing else runs there, or ask "
+            f"for less with -e benchmark_run={run} -e benchmark_smallest_effect={2 * rules.smallest_effect:g}."
+        ]
+    most = max(rules.last_look, rounds + found.more_rounds)
+    return [f"To go on: -e benchmark_run={run} -e benchmark_max_rounds={most}."]
 
 
 # The table
@@ -231,6 +253,12 @@ def _row(
         "state": compared.state if compared else "reference",
         "not_measured": {key: why for key, why in sorted(reasons.items()) if one.speculates or key != "accept_length"},
     }
+
+
+def _without_part(row: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Without the figures of GPUs, of which only the head's were read."""
+    unknown = dict.fromkeys(("watts", "tokens_per_joule", "gpu_memory_mib"))
+    return {**row, **unknown, "not_measured": {**row["not_measured"], "power": why}}
 
 
 def _middle(mine: Iterable[Measurement], path: Sequence[str]) -> float | None:
@@ -354,6 +382,33 @@ def _effort(run: Run, host: str, measured: Sequence[Measurement], starts: int | 
         "minutes": round(sum(float(one.get("seconds", 0)) for one in steps) / 60, 1),
         "plays": len({one.session for one in measured}),
     }
+
+
+def _on_texts(variants: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where speculation changes the answers; made-up acceptance does by its nature."""
+    found = []
+    for one in variants:
+        mine = [row for row in rows if row["variant"] == one["name"] and row["speculates"]]
+        other = sorted({row["concurrency"] for row in mine if row["same_texts"] is False})
+        if other and "SGLANG_SIMULATE_ACC_LEN" not in one["environment"]:
+            found.append(
+                f"{one['name']} answers other texts than {one['reference']} at {', '.join(map(str, other))} requests "
+                "at a time. Near-ties that are rounded otherwise do that now and then; see that its answers make sense."
+            )
+    return found
+
+
+def _on_sources(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    words = {"server_counters": "the server's counters", "log": "the server's log"}
+    found = []
+    for source, where in words.items():
+        names = list(dict.fromkeys(row["variant"] for row in rows if row["accept_length_source"] == source))
+        if names:
+            found.append(
+                f"The accept length of {', '.join(names)} is from {where}, which move every 40 decode steps: an "
+                "average of what ran meanwhile, not of the requests."
+            )
+    return found
 
 
 def _remarks(measured: Sequence[Measurement]) -> list[str]:

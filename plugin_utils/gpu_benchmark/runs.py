@@ -3,6 +3,7 @@
 ``artifacts/benchmarks/<run>/``
     run.json                       who, when
     plans/<host>.json              settings, variants, loads (secrets masked)
+    nodes/<host>.json              the same of a host that only has a part of another one's server
     measurements/<host>/*.json     one file a measurement
     failures/<host>/*.json         one file a start that failed
     progress/<host>.json           how long the steps took
@@ -109,12 +110,16 @@ class Run:
         found = [read(path) for path in sorted((self.folder / "plans").glob("*.json"))]
         return [one["host"] for one in found if isinstance(one, dict) and "host" in one]
 
-    def plan(self, host: str) -> dict[str, Any] | None:
-        found = read(self.folder / "plans" / f"{file_name(host)}.json")
+    def plan(self, host: str, part: bool = False) -> dict[str, Any] | None:
+        """`part`: of a host whose measurements are kept under the name of its server's first host."""
+        found = read(self._plan(host, part))
         return found if isinstance(found, dict) else None
 
-    def write_plan(self, host: str, plan: Mapping[str, Any]) -> None:
-        write(self.folder / "plans" / f"{file_name(host)}.json", {"schema": SCHEMA, "host": host, **plan})
+    def write_plan(self, host: str, plan: Mapping[str, Any], part: bool = False) -> None:
+        write(self._plan(host, part), {"schema": SCHEMA, "host": host, **plan})
+
+    def _plan(self, host: str, part: bool) -> Path:
+        return self.folder / ("nodes" if part else "plans") / f"{file_name(host)}.json"
 
     def measurements(self, host: str) -> list[Measurement]:
         """All that are whole, in the order of rounds."""

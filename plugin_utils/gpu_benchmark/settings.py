@@ -84,6 +84,16 @@ SETTINGS = (
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 SHAPE = tuple(setting.name for setting in SETTINGS if setting.shape)
+# Variables of the role serving_benchmark that are this table's for each measurement, and what to give instead.
+EACH_TIME = {
+    "serving_benchmark_prompts": "benchmark_prompts",
+    "serving_benchmark_num_prompts": "benchmark_num_prompts",
+    "serving_benchmark_concurrency": "benchmark_concurrencies",
+    "serving_benchmark_input_length": "benchmark_input_lengths",
+    "serving_benchmark_output_length": "benchmark_output_lengths",
+}
+# Those that say how each request is asked: one run has one way.
+ASKED = ("chat_template", "ignore_eos", "temperature", "seed", "warmup")
 # Variables that begin alike and belong to the play itself.
 RESERVED = ("benchmark_serial", "benchmark_confirmed")
 
@@ -119,11 +129,13 @@ def read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         except ValueError as error:
             values[setting.name] = setting.default
             problems.append(f"{setting.variable}: {error}")
-    if not problems and values["max_rounds"] < values["rounds"]:
-        problems.append(
-            f"benchmark_max_rounds: {values['max_rounds']} is less than benchmark_rounds, {values['rounds']}; raise it."
-        )
     return values, problems
+
+
+def too_few_rounds(values: Mapping[str, Any]) -> list[str]:
+    """A sentence where the two numbers of rounds contradict each other."""
+    least, most = values["rounds"], values["max_rounds"]
+    return [f"benchmark_max_rounds: {most} is less than benchmark_rounds, {least}; raise it."] if most < least else []
 
 
 def unknown(names: Iterable[str], known: Iterable[str] = RESERVED) -> list[str]:

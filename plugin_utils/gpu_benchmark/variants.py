@@ -75,7 +75,7 @@ class Variant:
 @dataclass(frozen=True)
 class Cell:
     """One load at which each variant is measured. `input_length` 0: prompts as they are. `prompts`: absolute path on
-    the control node."""
+    the control node, `digest` of what is asked in it."""
 
     name: str
     concurrency: int
@@ -84,6 +84,7 @@ class Cell:
     prompts: str
     prompt_set: str
     num_prompts: int
+    digest: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -319,19 +320,20 @@ def _with_references(made: Sequence[Variant]) -> tuple[list[Variant], list[str]]
 
 def cells(settings: Mapping[str, Any], repository: Path) -> tuple[list[Cell], list[str]]:
     """The loads, lowest concurrency first, and what is wrong with the prompts, one sentence each."""
-    files: list[tuple[Path, int]] = []
+    files: list[tuple[Path, prompt_set.PromptSet]] = []
     problems: list[str] = []
     for name in settings["prompts"]:
         path = Path(name).expanduser()
         path = path if path.is_absolute() else repository / path
         try:
-            files.append((path, len(prompt_set.load(str(path)).conversations)))
+            files.append((path, prompt_set.load(str(path))))
         except prompt_set.PromptError as error:
             problems.append(f"benchmark_prompts: {error}")
     if problems:
         return [], problems
     largest, number = max(settings["concurrencies"]), settings["num_prompts"]
-    for path, count in files:
+    for path, given in files:
+        count = len(given.conversations)
         if count < max(largest, number):
             what = f"benchmark_num_prompts ({number})" if number >= largest else f"concurrency {largest}"
             problems.append(
@@ -347,7 +349,7 @@ def cells(settings: Mapping[str, Any], repository: Path) -> tuple[list[Cell], li
         return [], problems
     labels = _labels([str(path.with_suffix("")) for path, _ in files])
     made = []
-    for ((path, count), label), input_length, output_length, concurrency in itertools.product(
+    for ((path, given), label), input_length, output_length, concurrency in itertools.product(
         zip(files, labels, strict=True), settings["input_lengths"], settings["output_lengths"],
         sorted(settings["concurrencies"]),
     ):  # fmt: skip
@@ -360,7 +362,8 @@ def cells(settings: Mapping[str, Any], repository: Path) -> tuple[list[Cell], li
                 output_length=output_length,
                 prompts=str(path),
                 prompt_set=label,
-                num_prompts=number or min(count, max(16, 4 * concurrency)),
+                num_prompts=number or min(len(given.conversations), max(16, 4 * concurrency)),
+                digest=given.digest,
             )
         )
     return made, []

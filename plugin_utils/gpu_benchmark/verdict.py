@@ -27,6 +27,8 @@ FASTER, SLOWER, EQUAL, OPEN, MISSING = "faster", "slower", "equal", "open", "mis
 ENABLE, DO_NOT_ENABLE, NOT_CERTAIN, NO_RESULT = "enable", "do_not_enable", "not_certain", "no_result"
 # Fewer tokens than this a request tell nothing of decoding: what is measured is the time to the first token.
 FEWEST_TOKENS = 8
+# As many further rounds stand for any larger number.
+MOST_ROUNDS = 99
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _decide(
     waiting = [each for one in measured for each in rows[one.name] if each.state == OPEN]
     if waiting:
         more = max(each.more_rounds for each in waiting)
-        many = "more than 98" if more >= 99 else str(more)
+        many = f"more than {MOST_ROUNDS - 1}" if more >= MOST_ROUNDS else str(more)
         names = tuple(dict.fromkeys(each.variant for each in waiting))
         closest = max(waiting, key=_mean)
         sentence = (
@@ -282,12 +284,15 @@ def _decide(
         return Verdict(NOT_CERTAIN, sentence, more_rounds=more, open_variants=names)
 
     top = max((each for one in measured for each in rows[one.name] if each.found), key=_mean)
-    what = "speculation" if len(measured) > 1 else measured[0].name
+    whole = [one for one in speculative if all(each.found for each in rows[one.name])]
+    what = "speculation" if len(whole) > 1 and whole == speculative else _listed([one.name for one in measured])
     least = f"by {100 * rules.smallest_effect:g} % or more"
-    return Verdict(
-        DO_NOT_ENABLE,
-        f"Do not enable: {what} is faster at no concurrency {least}. Best: {_at(top)}.",
-    )
+    where = "at no concurrency" if whole == measured else "at no concurrency that was measured"
+    are = "are" if what != "speculation" and len(measured) > 1 else "is"
+    sentence = f"Do not enable: {what} {are} faster {where} {least}. Best: {_at(top)}."
+    if lost := [one.name for one in speculative if one not in measured]:
+        sentence += f" Nothing is known of {_listed(lost)}, which {'was' if len(lost) == 1 else 'were'} not measured."
+    return Verdict(DO_NOT_ENABLE, sentence)
 
 
 def _mean(one: Comparison) -> float:
@@ -367,6 +372,8 @@ def _enable(
         sentence += f" {high} is the greatest concurrency that was measured."
     elif beyond.state == OPEN:
         sentence += f" At {beyond.concurrency} it is not certain yet ({_at(beyond, name=False)})."
+    elif beyond.state == MISSING:
+        sentence += f" At {beyond.concurrency} it was not measured."
     if crossing.at is not None:
         sentence += f" It breaks even at concurrency {crossing.at:.0f}{_between(crossing)}."
     alike = [name for name, state in rivals.items() if state in (EQUAL, OPEN)]
@@ -376,6 +383,12 @@ def _enable(
         )
     if best.first:
         notes.append(f"Below concurrency {low} it is not faster.")
+    for number in (one.concurrency for one in best.row if one not in best.stretch):
+        others = [one for row in rows.values() for one in row if one.concurrency == number and one.state == FASTER]
+        if others:
+            notes.append(
+                f"Where {best.variant.name} is not certainly faster another one is: {_at(max(others, key=_mean))}."
+            )
     waiting = {name for name, state in rivals.items() if state == OPEN}
     if any(one.state == OPEN for one in best.row):
         waiting.add(best.variant.name)

@@ -141,9 +141,9 @@ class Bench:
             results = {}
         return Outcome(status, output, folder, results)
 
-    def deploy(self) -> None:
+    def deploy(self, **more: Any) -> None:
         """What runs before: a server under its usual name, without speculation."""
-        variables = {"deploy_preflight": False, "deploy_sgl_kernel": False, "deploy_model_staging": False}
+        variables = {"deploy_preflight": False, "deploy_sgl_kernel": False, "deploy_model_staging": False, **more}
         command = self.command({**variables, "reset_confirmed": True}, playbook="deploy-baseline")
         done = run(command, self.environment, check=False, timeout=300, folder=REPOSITORY)
         assert done.returncode == 0, done.stdout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lab.benchmarks import Bench, active, server_variables, sglang_pid, standin
+from tests.lab.benchmarks import Bench, Outcome, active, server_variables, sglang_pid, standin
 from tests.lab.command import wait_for
 from tests.lab.host import Host
 from tests.lab.image import REPOSITORY
@@ -125,6 +125,55 @@ def test_a_variant_that_dies_is_reported_with_its_cause_and_a_killed_run_goes_on
     assert "an illegal memory access was encountered" in failure["evidence_line"]
     assert "dies" in (outcome.folder / "report.md").read_text()
     assert active(gpu_host, "sglang") == "active"
+
+
+def over_two_hosts(
+    pair: tuple[Host, Host], folder: Path, *variants: Mapping[str, Any], second: Mapping[str, Any] | None = None
+) -> Outcome:
+    """The run of a server of two ranks, one on each host; `second`: the stand-in's settings there in all of these
+    variants. Both hosts end with the server over both that they had."""
+    names = [host.name for host in pair]
+    settings = {"STEP_SECONDS": 0.02, "VERIFY_SECONDS": 0.03, "ACCEPT_LENGTH": 2.5}
+    shared = {**server_variables(settings), "sglang_nodes": names, "sglang_arguments": {"tp_size": 2}}
+    there = [{**one, "environment": {**one.get("environment", {}), **standin(second or {})}} for one in variants]
+    chosen = [[{"name": "baseline"}, *own] for own in (variants, there)]
+    bench = Bench(
+        folder, [(host, {**shared, "benchmark_variants": own}) for host, own in zip(pair, chosen, strict=True)]
+    )
+    bench.deploy(deploy_serial=2)
+    before = [sglang_pid(host) for host in pair]
+    outcome = bench.run()
+    assert outcome.status == 0, outcome.output
+    assert outcome.of(pair[0])["nodes"] == names and len(outcome.results["hosts"]) == 1
+    assert outcome.measured(pair[1]) == outcome.failures(pair[1]) == []
+    for host, pid in zip(pair, before, strict=True):
+        assert active(host, "sglang") == "active" and sglang_pid(host) not in (0, pid)
+        assert active(host, "benchmark") == "inactive"
+    return outcome
+
+
+def test_a_server_over_two_hosts_is_measured_as_one_and_a_host_that_fails_is_named_with_its_rank(
+    start_gpu_host: Callable[..., Host], tmp_path: Path
+) -> None:
+    pair = start_gpu_host(), start_gpu_host()
+    broken = {"name": "broken", "steps": 3, "environment": standin({"MEET_SECONDS": 3})}
+    outcome = over_two_hosts(pair, tmp_path, broken, second={"FAIL": "kernel-package-missing"})
+    (measured,) = outcome.measured(pair[0])
+    assert measured["variant"] == "baseline" and "--nnodes 2" in measured["data"]["server_command"]
+    cause = outcome.failures(pair[0])[0]["cause"]
+    assert cause.startswith(f"{pair[1].name} (node rank 1): ") and "sgl_kernel" in cause, cause
+
+
+@pytest.mark.slow
+def test_where_a_server_over_two_hosts_dies_while_it_is_measured_both_go_on_with_the_next_variant(
+    start_gpu_host: Callable[..., Host], tmp_path: Path
+) -> None:
+    pair = start_gpu_host(), start_gpu_host()
+    dies = {"name": "dies", "steps": 1, "environment": standin({"DIE_AFTER_REQUESTS": 6})}
+    outcome = over_two_hosts(pair, tmp_path, dies, {"name": "two", "steps": 2})
+    assert sorted(one["variant"] for one in outcome.measured(pair[0])) == ["baseline", "two"]
+    cause = outcome.failures(pair[0])[0]["cause"]
+    assert cause.startswith(f"{pair[0].name} (node rank 0): The server benchmark died while it was measured"), cause
 
 
 def test_what_can_not_be_measured_is_refused_before_a_server_is_ended(gpu_host: Host, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gpu_benchmark import calls, plan, runs, settings, variants
+from gpu_benchmark import calls, nodes, plan, runs, settings, variants
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KIMI = {
@@ -51,14 +51,17 @@ class Bench:
         self.temporary = self.folder / f"play{self.plays}"
         self.temporary.mkdir()
 
-    def call(self, name: str = "benchmark_plan", host: str = "a", overriding=None, check_mode=False, **given):
+    def call(
+        self, name: str = "benchmark_plan", host: str = "a", overriding=None, check_mode=False, here=("a", "b"), **given
+    ):
         spec = calls.SPECIFICATIONS[name]
         if name == "benchmark_plan":
             given = {"speculation": KIMI, "drafter": "/models/drafter", "prompts": [self.prompts], **given}
         parameters = {option: given.get(option, facts.get("default")) for option, facts in spec.items()}
         context = calls.Context(
-            repository=ROOT, temporary=self.temporary, host=host, now=self.now,
+            repository=ROOT, temporary=self.temporary, host=nodes.head(parameters.get("nodes"), host), now=self.now,
             clock=plan.Clock("boot", self.seconds), check_mode=check_mode, overriding=overriding or {},
+            node=host if name == "benchmark_plan" else "", begun=("a", "b"), here=here,
         )  # fmt: skip
         return calls.CALLS[name](parameters, context)
 
@@ -72,7 +75,7 @@ class Bench:
 
     def fail(self, run: str, step: dict, cause: str = "It ran out of memory.") -> None:
         self.call("benchmark_record", run=run, round=step["round"], variant=step["variant"], cell="", repeat=1,
-                  failure={"cause": cause, "phase": "health"}, server={})  # fmt: skip
+                  failures=[{"cause": cause, "phase": "health"}], server={})  # fmt: skip
 
     def next(self, run: str, host: str = "a") -> dict:
         return self.call(state="next", run=run, host=host)
@@ -213,6 +216,21 @@ def test_a_variable_of_the_command_line_that_would_make_all_variants_alike_is_re
     assert not bench.call(overriding=harmless).get("failed")
 
 
+@pytest.mark.parametrize(
+    ("overriding", "words"),
+    [
+        ({"serving_benchmark_concurrency": 8}, "would be that of every load; say it in benchmark_concurrencies."),
+        ({"serving_benchmark_temprature": 1}, "there is no such variable; did you mean serving_benchmark_temperature?"),
+        ({"nccl_env_path": "/etc/sglang/nccl.env"}, "over that of the server that ran before"),
+        ({"serving_benchmark_temperature": 0.7}, ""),
+    ],
+    ids=str,
+)
+def test_a_variable_of_the_command_line_that_would_falsify_every_measurement_is_refused(bench, overriding, words):
+    answer = bench.call(overriding=overriding)
+    assert bool(answer.get("failed")) == bool(words) and words in answer["msg"]
+
+
 def test_lists_are_read_from_a_command_line_as_well():
     given = {"steps": "1,2", "concurrencies": "[1, 8]", "drafters": "/a, /b", "output_lengths": 64}
     read, problems = settings.read(given)
@@ -335,6 +353,39 @@ def test_a_resumed_run_keeps_its_settings_and_refuses_others(bench):
     assert "The variant baseline differs from what the run began with (arguments)" in answer["msg"]
 
 
+def test_a_resumed_run_goes_on_with_its_rounds_and_its_end_where_none_are_given(bench):
+    run = bench.call(rounds=2, max_rounds=3, afterwards="clean", certainty=0.9)["run"]
+    bench.new_play()
+    answer = bench.call(run=run)
+    assert (answer["rounds"], answer["max_rounds"], answer["afterwards"]) == (2, 3, "clean")
+    assert answer["settings"]["certainty"] == 0.9
+    assert bench.call(run=run, max_rounds=9)["max_rounds"] == 9
+    assert "benchmark_max_rounds: 9 is less than benchmark_rounds, 10" in bench.call(run=run, rounds=10)["msg"]
+
+
+def test_a_run_is_not_resumed_with_other_prompts_of_the_same_number_or_another_way_of_asking(bench):
+    run = bench.call(asked={"serving_benchmark_temperature": 0.7, "serving_benchmark_timeout": 60})["run"]
+    bench.new_play()
+    answer = bench.call(run=run, asked={"serving_benchmark_timeout": 90})
+    assert "serving_benchmark_temperature is null and was 0.7 when the run began" in answer["msg"]
+    same = {"serving_benchmark_temperature": 0.7}
+    assert not bench.call(run=run, asked=same).get("failed")
+    Path(bench.prompts).write_text(Path(bench.prompts).read_text().replace("question 7", "another question"))
+    assert "The prompts or loads differ from what the run began with" in bench.call(run=run, asked=same)["msg"]
+
+
+def test_the_latest_run_to_compare_with_is_the_one_before_this(bench):
+    before = bench.call()["run"]
+    bench.new_play()
+    run = bench.call(compare_to="latest")
+    assert run["settings"]["compare_to"] == before != run["run"]
+    assert bench.call(host="b", compare_to="latest")["settings"]["compare_to"] == before
+    bench.new_play()
+    assert bench.call(run="latest")["settings"]["compare_to"] == before
+    answer = bench.call(run="latest", compare_to="latest")
+    assert answer["failed"] and f"{run['run']} is the run that is resumed; name another one." in answer["msg"]
+
+
 def test_a_variant_that_fails_twice_is_left_out_and_the_rest_goes_on(bench):
     run = bench.call(rounds=3, max_rounds=3)["run"]
     tried = 0
@@ -427,11 +478,96 @@ def test_what_is_recorded_for_nothing_that_was_planned_is_refused(bench):
         ({"variant": "other"}, "has no variant other"),
         ({"cell": "c9"}, "has no load 'c9'"),
         ({"run": "gone"}, "There is no benchmark run gone"),
-        ({"measurement": None}, "needs one of measurement and failure"),
-        ({"failure": {"cause": "x"}}, "needs one of measurement and failure"),
+        ({"measurement": None}, "needs one of measurement and failures"),
+        ({"failures": [{"cause": "x"}]}, "needs one of measurement and failures"),
     ):
         answer = bench.call("benchmark_record", **{**base, "measurement": measured, **wrong})
         assert answer["failed"] and words in answer["msg"]
+
+
+# A server over several hosts
+
+PAIR = ["a", "b"]
+
+
+def test_the_hosts_of_one_server_take_the_same_steps_each_with_its_own_environment_and_the_first_keeps_the_results(
+    bench,
+):
+    given = {"nodes": PAIR, "steps": [1], "rounds": 1, "max_rounds": 1}
+    first = bench.call(host="a", environment={"NCCL_SOCKET_IFNAME": "eth0"}, **given)
+    second = bench.call(host="b", environment={"NCCL_SOCKET_IFNAME": "eth1"}, **given)
+    run = runs.existing(first["run"])
+    assert first["run"] == second["run"] and run.hosts() == ["a"] and (run.plan("a") or {})["nodes"] == PAIR
+    assert "one server over a, b" in first["tell"][0] and second["tell"] == []
+    seen = []
+    while True:
+        steps = [bench.call(state="next", run=run.name, host=host, nodes=PAIR) for host in PAIR]
+        bench.seconds += 60
+        if steps[0]["done"]:
+            break
+        one, other = (each["step"] for each in steps)
+        assert all(one[key] == other[key] for key in ("number", "of", "round", "variant", "measure"))
+        assert [each["variables"]["sglang_environment"]["NCCL_SOCKET_IFNAME"] for each in (one, other)] == [
+            "eth0",
+            "eth1",
+        ]
+        seen.append(one["variant"])
+        bench.measure(run.name, one)
+    assert sorted(seen) == ["baseline", "eagle3-1-step"] and steps[1]["done"]
+    assert [step["seconds"] for step in run.progress("a")["steps"]] == [60.0, 60.0]
+    assert run.progress("b") == {} and not list(run.folder.glob("*/b/*"))
+
+
+def test_a_resumed_run_is_held_against_what_each_host_of_the_server_began_with(bench):
+    for host in PAIR:
+        run = bench.call(host=host, nodes=PAIR, environment={"A": host})["run"]
+    bench.new_play()
+    for host in PAIR:
+        assert not bench.call(host=host, nodes=PAIR, environment={"A": host}, run=run).get("failed")
+    answer = bench.call(host="b", nodes=PAIR, environment={"A": "other"}, run=run)
+    assert "The variant baseline differs from what the run began with (environment)" in answer["msg"]
+    answer = bench.call(host="a", environment={"A": "a"}, run=run)
+    assert "The server ran over a, b when the run began; put sglang_nodes back" in answer["msg"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"nodes": "a,b"}, "sglang_nodes is 'a,b', not a list of inventory names."),
+        ({"nodes": ["b", "c"]}, "sglang_nodes is b, c: give each host of the server once, a among them."),
+        ({"nodes": ["a", "a"]}, "give each host of the server once"),
+        ({"nodes": ["a", "c"]}, "One server runs over a, c, and this play has not all of them; say --limit a,c."),
+        ({"nodes": PAIR, "nodes_of_others": {"a": PAIR, "b": []}}, "sglang_nodes of b differs from that of a (a, b)"),
+        ({"nodes": PAIR, "here": ("a",)}, "b, which shares this server, failed or could not be reached"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_hosts_that_can_not_be_measured_as_one_server_are_refused(bench, given, words):
+    answer = bench.call(**given)
+    assert answer["failed"] and words in answer["msg"], answer["msg"]
+    assert not (bench.folder / "artifacts").exists()
+
+
+def test_where_a_host_of_the_server_drops_out_the_others_stop_and_say_how_to_go_on(bench):
+    for host in PAIR:
+        run = bench.call(host=host, nodes=PAIR)["run"]
+    answer = bench.call(state="next", run=run, nodes=PAIR, here=("a",))
+    assert answer["done"] and f"-e benchmark_run={run} goes on" in answer["reason"]
+    assert "b, which shares this server, dropped out of this play" in answer["tell"][0]
+
+
+def test_of_what_the_hosts_of_one_server_say_the_cause_is_kept_with_host_and_rank():
+    head = {"node": "a", "rank": 0, "cause": "It failed: b, which shares this server, failed.", "cure": "x"}
+    died = {"node": "b", "rank": 1, "cause": "CUDA error.", "phase": "health", "evidence_line": "an illegal access"}
+    also = {"node": "c", "rank": 2, "cause": "Connection closed by peer."}
+    kept = nodes.failure([head, also, died])
+    assert kept == {"cause": "b (node rank 1): CUDA error.", "phase": "health", "evidence_line": "an illegal access"}
+    late = {**died, "node": "a", "rank": 0, "cause": "The ranks did not meet.", "seconds": 60.5}
+    assert nodes.failure([late, {**died, "seconds": 2}])["cause"] == "b (node rank 1): CUDA error."
+    assert nodes.failure([head])["cause"] == head["cause"]
+    lost = {"node": "a", "rank": 0, "cause": "b, which shares this server, failed or could not be reached."}
+    assert nodes.failure([lost])["cause"].startswith("b, which shares this server")
+    assert nodes.failure([{"cause": "Alone."}]) == {"cause": "Alone."}
 
 
 # Documentation

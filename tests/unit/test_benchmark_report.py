@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from gpu_benchmark import calls, charts, compare, plan, report, results, runs, s
 from . import benchmark_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+HOST = "gpu01.example.com"
 NOT_MEASURED: dict = {
     "not_measured": {"accept_length": "The server told none.", "tokens_per_joule": "NVML gives no power."},
     "accept_length": None,
@@ -109,6 +111,50 @@ def test_a_comparison_says_what_else_differs(tmp_path):
     assert compare.hosts(new, old, "gpu09", 0.95)["remarks"] == ["Run old has no host gpu09."]
 
 
+def test_runs_that_have_little_or_nothing_in_common_say_so_instead_of_no_regression(tmp_path):
+    old = benchmark_run.make(tmp_path, "old", given={"output_lengths": [64]})
+    data = results.build(benchmark_run.make(tmp_path, "new"), old)
+    lines = " ".join(report.terminal(data))
+    assert "Nothing can be compared with old: Only this run has the loads c1-o256-mixed" in lines
+    assert "No regression" not in lines
+    both = benchmark_run.make(tmp_path, "both", given={"output_lengths": [64, 256]}, slower=1.5)
+    data = results.build(both, old)
+    assert "Only this run has the loads" in data["hosts"][0]["comparison"]["remarks"][0]
+    assert "REGRESSION against old: baseline at 1 (c1-o64-mixed), 0.6" in " ".join(report.terminal(data))
+    once = results.build(benchmark_run.make(tmp_path, "once", rounds=1), benchmark_run.make(tmp_path, "was", rounds=1))
+    assert "12 of 12 figures rest on one round and tell nothing" in " ".join(report.terminal(once))
+
+
+def test_a_comparison_tells_of_another_way_of_asking(tmp_path):
+    old, new = benchmark_run.make(tmp_path, "old"), benchmark_run.make(tmp_path, "new")
+    new.write_plan(HOST, {**(new.plan(HOST) or {}), "asked": {"serving_benchmark_temperature": 0.7}})
+    assert compare.hosts(new, old, HOST, 0.95)["remarks"] == ["serving_benchmark_temperature differs."]
+
+
+def test_texts_that_differ_and_accept_lengths_from_the_server_itself_are_remarked(tmp_path):
+    run = benchmark_run.make(tmp_path, "odd", data={"accept_length_source": "log"})
+    for one in run.measurements(HOST):
+        if (one.variant, one.data["concurrency"]) == ("eagle3-2-step", 4):
+            run.write_measurement(HOST, replace(one, data={**one.data, "output_sha256": "other"}))
+    remarks = " ".join(results.build(run)["hosts"][0]["remarks"])
+    assert "eagle3-2-step answers other texts than baseline at 4 requests at a time." in remarks
+    assert "The accept length of eagle3-1-step, eagle3-2-step, eagle3-3-step is from the server's log" in remarks
+
+
+def test_an_open_verdict_says_what_to_type(tmp_path):
+    data = results.build(benchmark_run.make(tmp_path, "short", rounds=1, given={"rounds": 1, "max_rounds": 1}))
+    assert "To go on: -e benchmark_run=short -e benchmark_max_rounds=3." in data["hosts"][0]["verdict"]["notes"]
+
+
+def test_a_cure_that_the_cause_tells_already_is_not_told_twice(tmp_path):
+    run = benchmark_run.make(tmp_path, "failing", rounds=1)
+    run.write_failure(HOST, runs.Failure("baseline", 1, "Out of memory. Lower it. Evidence: /x", "Lower it.", log="/x"))
+    report.write(run)
+    html, markdown = texts(run)
+    assert html.count("Lower it.") == markdown.count("Lower it.") and "Log and evidence" not in html
+    assert html.count("Out of memory. Lower it. Evidence: /x") == html.count("Lower it.")
+
+
 def test_one_round_against_one_round_is_never_a_regression(tmp_path):
     old, new = benchmark_run.make(tmp_path, "old", rounds=1), benchmark_run.make(tmp_path, "new", rounds=1, slower=1.5)
     assert {row["state"] for row in compare.hosts(new, old, "gpu01.example.com", 0.95)["rows"]} == {"unknown"}
@@ -127,6 +173,19 @@ def test_what_can_not_be_measured_is_said_so_and_never_0(tmp_path):
     line = next(csv.DictReader((run.folder / "results.csv").open()))
     assert line["accept_length"] == "" and line["watts"] == ""
     assert "Enable with 2 steps" in html  # the throughput decides
+
+
+def test_of_a_server_over_several_hosts_all_are_named_and_the_power_of_one_is_not_that_of_all(tmp_path):
+    run = benchmark_run.make(tmp_path, "pair")
+    names = ["gpu01.example.com", "gpu02.example.com"]
+    run.write_plan(names[0], {**(run.plan(names[0]) or {}), "nodes": names})
+    data, _ = report.write(run)
+    for text in (*texts(run), "\n".join(report.terminal(data))):
+        assert "gpu01.example.com, gpu02.example.com" in text
+    row = data["hosts"][0]["rows"][0]
+    assert (row["watts"], row["tokens_per_joule"], row["gpu_memory_mib"]) == (None, None, None)
+    why = "Not measurable: power. Memory and power are read on gpu01.example.com alone, and the server's GPUs are on 2"
+    assert texts(run)[0].replace("&#39;", "'").count(why) == 1
 
 
 def test_a_simulated_host_is_called_simulated(tmp_path):

@@ -125,6 +125,35 @@ def test_the_arithmetic_is_never_the_source_of_the_verdict():
     assert (again.kind, again.sentence) == (found.kind, found.sentence) and found.kind == verdict.ENABLE
 
 
+def without(case: dict, lost: dict[str, tuple[int, ...]]) -> verdict.Verdict:
+    """The verdict where some variants were not measured at some concurrencies."""
+    gone = {(name, f"c{number}") for name, numbers in lost.items() for number in numbers}
+    kept = [one for one in measured(case) if (one.variant, one.cell) not in gone]
+    return verdict.judge(variants_of(case), cells_of([1, 4]), kept, verdict.Rules())
+
+
+def test_do_not_enable_claims_nothing_of_what_was_not_measured():
+    steps = {1: 30, 4: 32}
+    case = {"variants": {"baseline": {"step_ms": {1: 12, 4: 13}},
+                         **{f"eagle3-{n}-step": {"accept": 2.0, "step_ms": steps} for n in (1, 2, 3)}}}  # fmt: skip
+    assert "Do not enable: speculation is faster at no concurrency by" in without(case, {}).sentence
+    found = without(case, {"eagle3-2-step": (1, 4), "eagle3-3-step": (4,)})
+    assert found.kind == verdict.DO_NOT_ENABLE
+    assert "eagle3-1-step and eagle3-3-step are faster at no concurrency that was measured by 5 %" in found.sentence
+    assert found.sentence.endswith("Nothing is known of eagle3-2-step, which was not measured.")
+
+
+def test_enable_says_where_it_was_not_measured_and_where_another_variant_would_pay():
+    case = {"variants": {"baseline": {"step_ms": {1: 12, 4: 13}},
+                         "eagle3-1-step": {"accept": 1.8, "step_ms": {1: 20, 4: 20}},
+                         "eagle3-3-step": {"accept": 3.0, "step_ms": {1: 18, 4: 60}}}}  # fmt: skip
+    found = without(case, {"eagle3-1-step": (1, 4), "eagle3-3-step": (4,)})
+    assert (found.variant, found.up_to_concurrency) == ("eagle3-3-step", 1)
+    assert "At 4 it was not measured." in found.sentence
+    notes = " ".join(without(case, {}).notes)
+    assert "Where eagle3-3-step is not certainly faster another one is: eagle3-1-step at concurrency 4, 1.1" in notes
+
+
 # A variant with itself, and a planted difference
 
 
