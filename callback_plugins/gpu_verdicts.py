@@ -10,6 +10,8 @@ description:
   - Appends the run record of each C(gpu_reset) to C(resets.jsonl), one JSON line a host, also for hosts that are
     unreachable, skipped, or never begun. C(play) is the same in all records of one C(ansible-playbook). Check mode
     records nothing, and a run that was refused before it began only where the breaker did that.
+  - A run that is ended by SIGINT or SIGTERM records its other hosts as its last act. What one that was killed did not
+    record, the next run does.
   - Ends the play with a table of the GPUs, of what was ended and spared, and one verdict for each host. The same as
     JSON is in C(last-reset.json) beside the records.
   - A play that resets hosts and matches none ends with exit status 2 instead of a success. So does a run whose
@@ -22,7 +24,10 @@ options:
       - name: GPU_ARTIFACTS
 """
 
+import atexit  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -35,7 +40,7 @@ for _folder in (REPOSITORY / "module_utils", REPOSITORY / "plugin_utils"):
     if str(_folder) not in sys.path:
         sys.path.append(str(_folder))
 
-from gpu_control import breaker, gate, hooks, records, table, whole_file  # noqa: E402
+from gpu_control import breaker, gate, hooks, interrupted, records, table, whole_file  # noqa: E402
 
 MODULE = "gpu_reset"
 PLAN = "reset_plan"
@@ -64,6 +69,9 @@ class CallbackModule(CallbackBase):
         self._refusal = ""  # why no host was begun at all
         self._refusal_is_kept = False
         self._check_mode = False
+        self._note: interrupted.Note | None = None  # while hosts of the run may have no record yet
+        self._ends_by: signal.Signals | None = None
+        self._ansibles_handler: Any = None
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
         self._play_resets = _has(play, MODULE, PLAN)
@@ -93,6 +101,7 @@ class CallbackModule(CallbackBase):
         elif _calls(result.task, PLAN):
             self._plan = dict(result.result)
             self._run["play"] = self._plan["id"]
+            self._leave_note()
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         host = result.host.name
@@ -137,6 +146,7 @@ class CallbackModule(CallbackBase):
 
     def v2_playbook_on_stats(self, stats: Any) -> None:
         self._remember_those_not_begun()
+        self._close_note()
         if not self._by_host:
             return
         merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
@@ -148,6 +158,52 @@ class CallbackModule(CallbackBase):
         if status := self._exit_status(merged, {**stats.failures, **stats.dark}):
             # As above: what Ansible itself would not fail for. Its own callback has printed its statistics by now.
             raise SystemExit(status)
+
+    def _leave_note(self) -> None:
+        """Whatever ends the run from now on, its hosts get their records: here, or from the next run."""
+        if self._check_mode or self._note is not None:
+            return
+        for sentence in interrupted.settle_dead(self._folder()):
+            self._display.warning(sentence)
+        tally = gate.tally_folder(Path(C.DEFAULT_LOCAL_TMP), self._plan["id"])
+        try:
+            self._note = interrupted.Note(self._folder(), self._plan, list(self._hosts), tally)
+        except OSError as error:
+            self._display.warning(f"Should this run be killed, its other hosts get no record: {error}")
+            return
+        atexit.register(self._end_early)
+        self._ansibles_handler = signal.signal(signal.SIGTERM, self._on_term)
+
+    def _close_note(self) -> None:
+        if self._note is not None:
+            self._note.close()
+            self._note = None
+
+    def _on_term(self, signum: int, frame: Any) -> None:
+        """End as by Ctrl-C. By Ansible's own handler the process would be gone at once, and what it knows with it."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._ends_by = signal.SIGTERM
+        if callable(self._ansibles_handler):
+            self._ansibles_handler(signal.SIGINT, frame)  # tells the workers, and raises the same
+        raise KeyboardInterrupt
+
+    def _end_early(self) -> None:
+        """The last act of a run that ended without its statistics."""
+        if self._note is None or self._note.pid != os.getpid():
+            return
+        try:
+            for one in self._note.settle(self._by_host):
+                self._by_host.setdefault(one["host"], []).append(one)
+        except (OSError, LookupError) as error:
+            self._display.error(f"Hosts of this run have no record yet: {error}")  # the note stays, for the next run
+        else:
+            self._close_note()
+            merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
+            self._write_report(merged)
+            self._display.display("\n" + table.report(merged))
+        if self._ends_by is not None:
+            sys.stdout.flush()
+            os.kill(os.getpid(), self._ends_by)
 
     def _remember_those_not_begun(self) -> None:
         """No host of a run is without a verdict, whatever ended the run before its turn."""

@@ -35,7 +35,7 @@ class Gate:
     ) -> None:
         self.plan, self.host, self.artifacts, self.check_mode, self.clock = plan, host, artifacts, check_mode, clock
         self.nodes = list(nodes) if host in nodes and len(nodes) > 1 else [host]
-        self.tally = breaker.Tally(run_folder / f"reset-{plan['id']}")
+        self.tally = breaker.Tally(tally_folder(run_folder, plan["id"]))
         self._unit = "\n".join(self.nodes)
 
     @property
@@ -51,6 +51,9 @@ class Gate:
         reason = self.tally.decided(self._unit)
         if reason is None:
             reason = self.tally.decide(self._unit, self._against(play, not_ready))
+        if len(self.nodes) > 1:
+            # Each node for itself, too: a run that ends between two of them must not be followed by the second.
+            reason = self.tally.decide(self.host, reason)
         if reason and not self.check_mode and self.host not in self.plan["held_out"]:
             self._count(breaker.SKIPPED)
         if reason and self.host in self.plan["held_out"]:
@@ -128,6 +131,11 @@ class Gate:
         )
         self.tally.stop(trip.sentence)
         breaker.trip(self.artifacts / breaker.FILE_NAME, trip)
+
+
+def tally_folder(run_folder: Path, play: str) -> Path:
+    """Where a run keeps what it decided."""
+    return run_folder / f"reset-{play}"
 
 
 def skipped(reason: str, policy: str, check_mode: bool) -> dict[str, Any]:

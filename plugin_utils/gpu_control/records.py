@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import getpass
 import json
@@ -156,6 +157,38 @@ def last_state(file: Path, host: str) -> str:
     """What a host was when it was last judged, ``clean`` or ``dirty``; '' where it never was."""
     found = _newest(file, host, lambda one: one.get("verdict") in ("clean", "dirty") and "guest" not in one)
     return str(found["verdict"]) if found else ""
+
+
+def hosts_of_play(file: Path, play: str, first: int = 0) -> set[str]:
+    """The hosts that have a record of a run of the play.
+
+    ``first`` is the inode of the file at the run's beginning: where it was rotated since, both are read. Raises
+    LookupError where that one is gone.
+    """
+    there = [one for one in file.parent.glob(f"{file.name}*") if one.is_file()]
+    inodes = {one.stat().st_ino for one in there}
+    if first and first not in inodes:
+        raise LookupError(f"{file} was rotated while that run went on, and what was in it can't be read here")
+    return {host for one in there for host in _hosts_of_play(one, play)}
+
+
+def _hosts_of_play(file: Path, play: str) -> set[str]:
+    needle = f'"play": {json.dumps(play)}, '.encode()
+    found = set()
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            at = content.find(needle)
+            while at >= 0:
+                stop = content.find(b"\n", at)
+                stop = stop if stop >= 0 else len(content)
+                with contextlib.suppress(ValueError, AttributeError):  # a broken line
+                    one = json.loads(content[content.rfind(b"\n", 0, at) + 1 : stop])
+                    if one.get("play") == play:
+                        found.add(str(one.get("host")))
+                at = content.find(needle, stop)
+    except (OSError, ValueError):  # ValueError: an empty file can't be mapped
+        pass
+    return found
 
 
 def unrecorded(file: Path, some: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from gpu_host.procfs import Proc  # noqa: E402
 from gpu_host.schedules import Schedule  # noqa: E402
 from gpu_host.storage import StorageError, private_folder, write_private  # noqa: E402
 
-from gpu_control import records  # noqa: E402
+from gpu_control import interrupted, records  # noqa: E402
 
 OVERLAP = 3
 CANNOT_BEGIN = 5
@@ -175,6 +175,9 @@ def _run_alone(settings: Settings, tell: Callable[[str], None]) -> int:
         status, last_line = BROKEN_OFF, f"The run broke off: {error}"
     finally:
         _end_children()
+    # A run that had to be killed (its timeout, a stop) could not do this itself.
+    for sentence in interrupted.settle_dead(settings.artifacts):
+        tell(sentence)
     facts = {
         "schema": 1,
         "schedule": settings.schedule.name,

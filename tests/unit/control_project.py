@@ -26,6 +26,12 @@ import base64, json, os, sys
 def run(params, check_mode=False, diff=False):
     print("noise of a library on stdout")
     wanted = json.loads(base64.b64decode(os.environ["STUB_RESULT"]))
+    if wanted.get("hang"):
+        import time
+        with open(wanted["hang"] + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, wanted["hang"])
+        time.sleep(600)
     if wanted.get("raise"):
         raise RuntimeError(wanted["raise"])
     if wanted.get("exit"):
@@ -91,19 +97,35 @@ class Project:
 
     def play(self, *arguments: str, playbook: str | Path = "playbooks/reset.yml", **environment: str) -> Outcome:
         """Run a playbook with nobody at the terminal."""
+        play = self.start(*arguments, playbook=playbook, **environment)
+        return self.outcome(play)
+
+    def start(
+        self, *arguments: str, playbook: str | Path = "playbooks/reset.yml", **environment: str
+    ) -> subprocess.Popen[str]:
+        """The same, without waiting for its end."""
         self.write_inventory()
-        done = subprocess.run(
+        return subprocess.Popen(
             ["ansible-playbook", "-i", "inventory", str(playbook), *arguments],
             cwd=self.folder,
             env={**os.environ, "ANSIBLE_HOME": str(self.folder / ".ansible"), "ANSIBLE_NOCOLOR": "1", **environment},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
         )
+
+    def outcome(self, play: subprocess.Popen[str]) -> Outcome:
+        """What a play that was started ends with."""
+        with play:
+            try:
+                output, errors = play.communicate(timeout=120)
+            except BaseException:
+                play.kill()
+                raise
         file = self.folder / "artifacts/resets.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        return Outcome(done.returncode, done.stdout + done.stderr, [json.loads(one) for one in lines if one])
+        return Outcome(play.returncode, output + errors, [json.loads(one) for one in lines if one])
 
     def write_inventory(self) -> None:
         """The inventory of the hosts so far, in the project's folder `inventory`."""

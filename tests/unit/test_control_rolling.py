@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -170,3 +174,69 @@ def test_a_run_that_makes_no_sense_is_refused_in_one_sentence_and_every_host_nam
     assert outcome.status == 2 and "Verdicts - skipped: a, b" in outcome.output
     assert f"a, b: skipped - Nothing was done: {sentence}" in text(outcome)
     assert outcome.records == [] and "the host was touched" not in outcome.output
+
+
+# A run that is ended from outside
+
+
+def until_begun(folder: Path, play: subprocess.Popen[str]) -> None:
+    """Until the host `second` hangs in its reset."""
+    deadline = time.monotonic() + 60
+    while not (folder / "begun").exists():
+        assert play.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def end_what_hangs(folder: Path) -> None:
+    """End the reset that hangs, and wait until the worker that outlived its run has gone, too."""
+    os.kill(int((folder / "begun").read_text()), signal.SIGKILL)
+    (note,) = (folder / "artifacts/running").iterdir()
+    with note.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+
+
+def three_hosts(project: Project) -> tuple[str, ...]:
+    """One that is done, one that hangs, and one whose turn does not come."""
+    project.host("first")
+    project.host("second", {"hang": str(project.folder / "begun")})
+    project.host("third", TOUCHED)
+    return variables(reset_serial=1, reset_schedule_name="nightly")
+
+
+ENDED = [("first", "clean"), ("second", "unknown"), ("third", "skipped")]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 99), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_run_that_is_told_to_end_has_a_record_of_each_host_and_says_which_were_not_begun(project, number, status):
+    play = project.start(*three_hosts(project))
+    until_begun(project.folder, play)
+    play.send_signal(number)
+    ended = project.outcome(play)
+    assert ended.status == status, ended.output
+    assert "Verdicts - unknown: second; skipped: third; clean: first" in ended.output
+    assert sorted((one["host"], one["verdict"]) for one in ended.records) == ENDED
+    assert len({one["play"] for one in ended.records}) == 1
+    assert {one["schedule"] for one in ended.records} == {"nightly"}
+    reasons = {one["host"]: one["reason"] for one in ended.records}
+    assert reasons["third"] == "not begun: the run was ended before its turn"
+    assert reasons["second"].startswith("the run was ended before it could tell what came of this host")
+    assert list((project.folder / "artifacts/running").iterdir()) == []
+    assert "the host was touched" not in ended.output
+
+
+def test_what_a_killed_run_did_not_record_the_next_one_does_once_and_says_so(project):
+    play = project.start(*three_hosts(project))
+    until_begun(project.folder, play)
+    play.kill()
+    killed = project.outcome(play)
+    assert [one["host"] for one in killed.records] == ["first"]
+    end_what_hangs(project.folder)
+    (note,) = (project.folder / "artifacts/running").iterdir()
+    assert json.loads(note.read_text())["play"] == killed.records[0]["play"]
+    done = project.play("--limit", "first")
+    assert "The run of the schedule nightly that began 20" in text(done)
+    assert "second: begun, and the run did not tell what came of it; third: not begun." in text(done)
+    assert done.status == 0 and "Verdicts - clean: first" in done.output
+    assert [(one["host"], one["verdict"]) for one in done.records] == [*ENDED, ("first", "clean")]
+    assert len({one["play"] for one in done.records[:3]}) == 1
+    assert list((project.folder / "artifacts/running").iterdir()) == []

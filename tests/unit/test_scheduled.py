@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_control import scheduled
+from gpu_control import breaker, scheduled
 from gpu_control.scheduled import Settings
 from gpu_host import schedule_units, schedules
 from gpu_host.schedule_units import Place
 
 from .control_project import Project
+from .test_interrupted import another_run
 
 NOW = datetime(2026, 1, 5, 3, 0, tzinfo=UTC)
 
@@ -165,6 +166,24 @@ def test_a_run_that_takes_longer_than_its_timeout_is_ended_with_all_that_it_star
         said: list[str] = []
         status, last = scheduled._play(settings, {"reset_confirmed": True}, "one", said.append)
     assert (status, last.split(",")[0]) == (124, "The run was ended after 2 s")
+
+
+def test_what_a_run_could_not_record_since_it_was_killed_is_recorded_by_its_schedule(write, tmp_path, monkeypatch):
+    settings = Settings.read(write().read_text())
+
+    def killed(*_: Any) -> tuple[int, str]:
+        with another_run(settings.artifacts, breaker.Tally(tmp_path / "reset-p1"), "a", "b"):
+            return 124, "The run was ended after 2 s, its timeout."
+
+    monkeypatch.setattr(scheduled, "_play", killed)
+    monkeypatch.setattr(scheduled, "_adopt_children", lambda: None)
+    monkeypatch.setattr(scheduled, "_end_children", lambda: None)
+    settings.folder.mkdir(parents=True)
+    said: list[str] = []
+    assert scheduled._run_alone(settings, said.append) == 124
+    assert said[-2].endswith("was killed. Recorded now - a, b: not begun.") and said[-1].startswith("Exit status 124.")
+    lines = (settings.artifacts / "resets.jsonl").read_text().splitlines()
+    assert [json.loads(line)["host"] for line in lines] == ["a", "b"]
 
 
 def chosen(**given: Any) -> dict[str, Any] | None:
