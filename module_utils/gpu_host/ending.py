@@ -255,7 +255,23 @@ class Ending:
             self._signal(
                 [victim for victim in alive if victim.finding.kind == "orphan" and victim.seen <= late], signal.SIGKILL
             )
+            self._end_headless(alive, late)
             alive = self._step(deadline)
+
+    def _end_headless(self, alive: list[_Victim], late: float) -> None:
+        """KILL to what is left of a server over several hosts whose first one has ended it.
+
+        Nobody is there any more who could tell these to stop, or who waits for what they compute.
+        """
+        for main in alive:
+            if not main.finding.main or not main.finding.group or main.seen > late:
+                continue
+            from . import later_rank  # not needed for a server of one host
+
+            own = [one for one in alive if one.finding.group == main.finding.group]
+            argv, pids = main.finding.process.argv, [one.target.pid for one in own]
+            if later_rank.head_is_gone(self._proc, argv, pids):
+                self._signal(own, signal.SIGKILL)
 
     def _force(self, deadline: Deadline) -> None:
         alive = self._alive()

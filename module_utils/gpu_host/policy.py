@@ -18,12 +18,12 @@ last look and SIGTERM is safe: SGLang accepts and finishes it, and SIGKILL comes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from . import router, server_http, server_state
+from . import later_rank, router, server_http, server_state
 from .deadline import Deadline
 from .processes import Finding, Patterns
 from .procfs import Proc
@@ -49,10 +49,13 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-def decide(policy: str, states: Sequence[ServerState], unknown: Sequence[str] = ()) -> Decision:
+def decide(
+    policy: str, states: Sequence[ServerState], unknown: Sequence[str] = (), headless: Collection[int] = ()
+) -> Decision:
     """What the policy says to these servers, which are all that the reset would end.
 
-    ``unknown`` names server processes that belong to none of them.
+    ``unknown`` names server processes that belong to none of them, ``headless`` the mains of later ranks whose first
+    one is gone: they look busy for ever.
     """
     if policy == IDLE_ONLY:
         against = [why for state in states if (why := _against_idle_only(state))]
@@ -61,7 +64,8 @@ def decide(policy: str, states: Sequence[ServerState], unknown: Sequence[str] = 
         if not states and not unknown:
             against = ["no server here holds memory"]
     else:
-        waiting = [state for state in states if policy == DRAIN and _may_have_requests(state)]
+        drained = [state for state in states if policy == DRAIN and state.main_pid not in headless]
+        waiting = [state for state in drained if _may_have_requests(state)]
         return Decision(
             wait_for=tuple(state.main_pid for state in waiting if state.main_pid is not None),
             notes=tuple(
@@ -199,7 +203,14 @@ class Gate:
         self._states = [state for state in seen.servers if wanted & set(state.pids)]
         self._others = [state for state in seen.servers if state.pids and not wanted & set(state.pids)]
         known = {pid for state in seen.servers for pid in state.pids}
-        return decide(self._policy, self._states, self._strays(chosen, wanted - known))
+        strays = self._strays(chosen, wanted - known)
+        headless = [state.main_pid or 0 for state in self._states if self._policy == DRAIN and self._headless(state)]
+        return decide(self._policy, self._states, strays, headless)
+
+    def _headless(self, state: ServerState) -> bool:
+        """Whether it is the part of a later host of a server whose first one is gone."""
+        main = self._proc.process(state.main_pid) if state.main_pid else None
+        return main is not None and later_rank.head_is_gone(self._proc, main.argv, state.pids)
 
     def _strays(self, chosen: Mapping[int, Finding], pids: Iterable[int]) -> list[str]:
         """Server processes of no known server that still live."""

@@ -18,6 +18,7 @@ from typing import Any
 from . import (
     deployment,
     evidence,
+    later_rank,
     listeners,
     masking,
     server_http,
@@ -162,7 +163,7 @@ class Health:
         record = server_record.load(self._state_folder, self._name)
         if record is None:
             raise NoServer(f"There is no record of a server {self._name} on this host: start it with server_launch.")
-        later = server_http.option(record.argv, "--node-rank") not in ("", "0")
+        later = later_rank.is_later_rank(record.argv)
         target = self._again(Target(record, None, None, later))
         if "log_from" not in self._carry:
             present = deployment.load(self._state_folder, self._name)

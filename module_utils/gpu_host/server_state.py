@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from . import listeners, server_http, server_log, server_record
+from . import later_rank, listeners, server_http, server_log, server_record
 from .deadline import Deadline
 from .managers import NEVER_STOPPED, Managers
 from .nvml import Reader
@@ -528,7 +528,7 @@ def _base(server: Server, proc: Proc) -> Facts:
         schedulers=None if server.schedulers is None else len(server.schedulers),
         memory_mib=server.memory_mib,
         port=_port(server) or None,
-        later_rank=bool(main) and server_http.option(main.argv if main else (), "--node-rank") not in ("", "0"),
+        later_rank=main is not None and later_rank.is_later_rank(main.argv),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lab.host import Host
+from tests.lab.resets import until
 from tests.lab.test_deploy import ASK, Deployed, Target
 
 
@@ -114,3 +116,26 @@ def test_a_part_that_dies_or_hangs_ends_both_by_name_and_none_is_left_waiting_fo
     stuck = pair.play("deploy-eagle3", settings={"HANG_AFTER": pair.on_the_second("weights", "")})
     assert stuck.status != 0
     assert stuck.says("in the phase weights") and verdicts(stuck)[:2] == ["stuck", "stuck"], stuck.output
+
+
+def test_a_later_rank_that_hangs_gets_no_grace_once_its_first_host_has_ended_the_server(
+    start_gpu_host: Callable[..., Host],
+) -> None:
+    first, second = start_gpu_host(), start_gpu_host()
+    shared = ["--nnodes", "2", "--dist-init-addr", f"{first.address}:20000"]
+    head, later = (
+        host.start_server(*shared, "--node-rank", str(rank), settings={"SPEED": 10, "VERSION": "0.5.23"}, wait=False)
+        for rank, host in enumerate((first, second))
+    )
+    head.wait_until_ready()
+    until(lambda: "Dummy health check server started" in later.log_text(), "the later rank to be ready")
+    ranks = [one.pid for one in later.tree() if one.line.startswith("sglang::scheduler")]
+    assert len(ranks) == 4
+    for pid in ranks:
+        second.kill(pid, signal.SIGSTOP)  # so that they don't see the end of the others
+    assert first.ansible("gpu_reset", {"grace": 10})["verdict"] == "clean"
+    assert all(second.alive(pid) for pid in [later.pid, *ranks])
+    reset: dict[str, Any] = second.ansible("gpu_reset", {"grace": 300}, timeout=250)
+    assert reset["verdict"] == "clean", reset["reason"]
+    signals = {row["pid"]: row["signal"] for row in reset["killed"]}
+    assert {signals[pid] for pid in [later.pid, *ranks]} == {"KILL"}

@@ -53,10 +53,10 @@ class Nursery:
         self._pids: list[int] = []
         self._shells: list[subprocess.Popen[bytes]] = []
 
-    def server(self, main: str = "orderly", under: str = "", **environment: str) -> int:
+    def server(self, main: str = "orderly", under: str = "", words: tuple[str, ...] = (), **environment: str) -> int:
         """Start `python -m sglang.launch_server` detached; ``under`` wraps it in a shell command with {} for it."""
         ready = self.folder / f"ready-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", "1"]
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", "1", *words]
         env = os.environ | {"PYTHONPATH": str(self.folder), "MAIN": main, "READY": str(ready)} | environment
         if under:
             self.start(["bash", "-c", under.format(" ".join(command))], env)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_host import ending
+from gpu_host import ending, later_rank
 from gpu_host.deadline import Deadline
 from gpu_host.ending import Ending, Outcome, planned
 from gpu_host.managers import Manager, Managers, Stop
@@ -83,6 +83,28 @@ def test_a_server_that_ignores_term_is_killed_after_the_grace_and_not_before(nur
     outcome = end(nursery, grace=1.0)
     assert {row["signal"] for row in outcome.killed} == {"KILL"}
     assert all(row["seconds"] >= 1.0 for row in outcome.killed)
+    assert not nursery.living()
+
+
+def test_a_later_rank_gets_no_grace_once_its_first_one_is_gone(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "LINGER_SECONDS", 0.3)
+    asked: list[set[int]] = []
+
+    def head_is_gone(_proc: Proc, argv: Sequence[str], pids: Sequence[int]) -> bool:
+        asked.append(set(pids))
+        return "--node-rank=1" in argv
+
+    monkeypatch.setattr(later_rank, "head_is_gone", head_is_gone)
+    later = nursery.server("deaf", words=("--node-rank=1",))
+    other = nursery.server("deaf")
+    outcome = end(nursery, grace=3.0)
+    seconds = {row["pid"]: row["seconds"] for row in outcome.killed}
+    assert {row["signal"] for row in outcome.killed} == {"KILL"} and len(seconds) == 6
+    assert seconds[later] < 3.0 <= seconds[other]
+    assert sum(one < 3.0 for one in seconds.values()) == 3
+    assert all(later not in pids or other not in pids for pids in asked)
     assert not nursery.living()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from gpu_host import arguments, policy, router, server_state
+from gpu_host import arguments, later_rank, policy, router, server_state
 from gpu_host.policy import Gate, RouterTrouble, decide
 from gpu_host.processes import Patterns
 from gpu_host.readings import Readings
@@ -145,6 +145,15 @@ def test_a_drain_ends_at_its_deadline_and_says_what_was_left(host: Host) -> None
     assert passed(gate) == ""
     assert 5 <= host.clock.now < 6
     assert gate.notes == ["after 5 s of draining: s is busy (3 running, 0 waiting); told to end all the same"]
+
+
+def test_a_later_rank_is_waited_for_until_its_first_one_is_gone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.seen = lambda _now: [server(count=None), server("t", "idle", 0, 200, 30001)]
+    monkeypatch.setattr(later_rank, "head_is_gone", lambda _proc, _argv, pids: pids == (100,) and host.clock.now > 4)
+    passed(host.gate(grace=300.0), 100, 200)
+    assert 4 + policy.SETTLED_SECONDS <= host.clock.now < 7
+    monkeypatch.setattr(later_rank, "head_is_gone", lambda _proc, _argv, pids: pids == (100,))
+    assert "s is busy" in passed(host.gate(policy="idle_only"), 100, 200)
 
 
 def test_a_server_that_hangs_while_it_drains_is_waited_for_no_longer(host: Host) -> None:
