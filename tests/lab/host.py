@@ -28,6 +28,22 @@ STATE = "/run/simulated-gpu"
 SIMULATOR = "/opt/simulator"
 NVML = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"
 BOOT_SECONDS = 30.0
+# The first process of a host without systemd: it starts sshd, cron, and something that takes what is sent to /dev/log.
+OTHER_INIT = """
+mkdir -p /run/sshd
+python3 -c '
+import socket
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+log.bind("/dev/log")
+with open("/var/log/syslog", "ab", buffering=0) as file:
+    while True:
+        file.write(log.recv(1 << 16) + b"\\n")
+' &
+until [ -S /dev/log ]; do sleep 0.05; done; chmod 0666 /dev/log
+/usr/sbin/sshd -D &
+/usr/sbin/cron -f &
+wait
+"""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
@@ -71,13 +87,14 @@ class Host:
         self.gpus = gpus
         self.folder = lab.folder / "hosts" / name
         self.mounts: dict[Path, str] = {}  # read-only, besides the simulator: place here, place on the host
+        self.systemd = True  # else sshd and cron alone
 
     # Start
 
     def run_arguments(self) -> list[str]:
         """Arguments of `podman run`, up to the image."""
         arguments = ["run", "--detach", "--pull=never", f"--name={self.name}", f"--hostname={self.name}"]
-        arguments += ["--systemd=always", "--cap-add=SYS_PTRACE"]
+        arguments += [f"--systemd={'always' if self.systemd else 'false'}", "--cap-add=SYS_PTRACE"]
         # An address that is used again keeps its MAC: the neighbours' caches stay true.
         hardware = "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
         arguments += [f"--network=lab:ip={self.address},mac={hardware}"]
@@ -87,6 +104,10 @@ class Host:
         read_only = {**_simulator_mounts(), **self.mounts}
         arguments += [f"--volume={source}:{target}:ro" for source, target in read_only.items()]
         return arguments + [f"--device={source}:/dev/{node}:rwm" for node, source in _device_nodes(self.gpus).items()]
+
+    def first_process(self) -> list[str]:
+        """The command that `podman run` starts, after the image."""
+        return ["/lib/systemd/systemd"] if self.systemd else ["/bin/bash", "-c", OTHER_INIT]
 
     def save(self, init: int) -> None:
         """Remember where the host is, for other processes that open this lab."""
@@ -104,10 +125,11 @@ class Host:
         self.wait_until_up(seconds)
 
     def wait_until_up(self, seconds: float = BOOT_SECONDS) -> None:
-        """Wait until sshd answers and systemd has finished; LabError when that takes longer."""
+        """Wait until sshd answers and systemd, where there is one, has finished; LabError when that takes longer."""
         deadline = time.monotonic() + seconds
         wait_for(lambda: self._ssh_banner().startswith(b"SSH-2.0"), f"sshd on {self.name}", deadline)
-        wait_for(self._has_booted, f"systemd on {self.name}", deadline)
+        if self.systemd:
+            wait_for(self._has_booted, f"systemd on {self.name}", deadline)
 
     def _ssh_banner(self) -> bytes:
         try:

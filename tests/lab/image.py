@@ -25,7 +25,7 @@ SUITE = "bookworm"
 SYSTEM_PYTHON = "3.11"
 PACKAGES = (
     "systemd", "systemd-sysv", "dbus", "libpam-systemd", "openssh-server", "python3", "psmisc", "procps",
-    "iproute2", "sudo", "rsync", "python3-libtorrent", "iperf3",
+    "iproute2", "sudo", "rsync", "python3-libtorrent", "iperf3", "cron",
 )  # fmt: skip
 PROGRAMS = ("podman", "runc", "mmdebstrap", "iptables", "nsenter", "ip", "ssh", "ssh-keygen")
 WHEELS = ("nvidia-ml-py", "setproctitle", "py-spy")
@@ -43,7 +43,7 @@ printf '%s\n' 'PermitRootLogin prohibit-password' 'PasswordAuthentication no' 'U
   'AuthorizedKeysFile /etc/ssh/lab_keys .ssh/authorized_keys' > "$1/etc/ssh/sshd_config.d/lab.conf"
 for unit in systemd-timesyncd.service apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
     e2scrub_reap.service fstrim.timer systemd-firstboot.service console-getty.service getty.target \
-    systemd-resolved.service systemd-pstore.service systemd-network-generator.service; do
+    systemd-resolved.service systemd-pstore.service systemd-network-generator.service cron.service; do
   ln -sf /dev/null "$1/etc/systemd/system/$unit"
 done
 : > "$1/etc/machine-id"

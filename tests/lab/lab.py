@@ -229,18 +229,20 @@ class Lab:
         wait: bool = True,
         gpus_of: Host | None = None,
         mounts: Mapping[Path, str] | None = None,
+        systemd: bool = True,
     ) -> Host:
         """Boot one host; with `wait`, until systemd is up and sshd answers.
 
         `minors` gives the minor number of each GPU by index; without it they stand in another order than the indices.
         With `gpus_of`, it is another guest of the machine that has those GPUs: both see the memory of both.
-        `mounts` are read-only: place here, place on the host.
+        `mounts` are read-only: place here, place on the host. Without `systemd` the host has sshd, cron and a log only.
         """
         if name in self.host_names():
             raise LabError(f"The host {name} is there already in the lab {self.name}.")
         self.check_no_way_out()
         host = Host(self, name, self._free_address(), gpus)
         host.mounts |= mounts or {}
+        host.systemd = systemd
         host.folder.mkdir(parents=True)
         try:
             if gpus_of is not None:
@@ -248,7 +250,7 @@ class Lab:
             else:
                 host.state_folder.mkdir()
                 host.reset_state(minors)
-            self.podman(*host.run_arguments(), image.image_name(), "/lib/systemd/systemd")
+            self.podman(*host.run_arguments(), image.image_name(), *host.first_process())
             host.save(int(self.podman("inspect", "--format", "{{.State.Pid}}", name).stdout))
             self.check_no_way_out(host.address)
             if wait:

@@ -28,8 +28,29 @@ def node(lab: Lab) -> Iterator[ControlNode]:
     lab.stop_hosts(["gpu", "control"])
 
 
-def changed(output: str) -> int:
-    found = re.search(r"^control +: .*\bchanged=(\d+)", output, re.MULTILINE)
+@pytest.fixture(scope="module", autouse=True)
+def cron_node(lab: Lab) -> Iterator[ControlNode]:
+    """A control node whose first process is another than systemd, with a schedule that fires each minute.
+
+    Here for the whole file: its minute passes while the other tests run. Somebody has copied the schedule's line, so
+    that cron begins two runs at once.
+    """
+    gpu = lab.start_host("cron-gpu", wait=False)
+    control = lab.start_host("cron-control", gpus=0, mounts=mounts(), systemd=False)
+    gpu.wait_until_up()
+    node = ControlNode(lab, control, [gpu])
+    gpu.start_server(tp=2, settings={"SPEED": 5, "IGNORE_TERM": 1})
+    node.write_inventory(gpu_reset_grace=4)
+    done = node.schedule([{**BASE, "calendar": "minutely"}, {**BASE, "name": "never"}])
+    control.exec("grep -v '^#' /etc/cron.d/gpu-reset-nightly > /etc/cron.d/copy")
+    assert done.returncode == 0, done.stdout
+    assert "nightly: force on 1 host, by cron; next" in words(done.stdout)
+    yield node
+    lab.stop_hosts(["cron-gpu", "cron-control"])
+
+
+def changed(output: str, host: str = "control") -> int:
+    found = re.search(rf"^{host} +: .*\bchanged=(\d+)", output, re.MULTILINE)
     assert found, output
     return int(found.group(1))
 
@@ -178,3 +199,29 @@ def test_without_systemd_a_crontab_runs_the_same_and_replaces_the_units(node: Co
     assert node.schedule([]).returncode == 0
     assert node.files() == {}
     assert node.last_run("nightly")["exit_status"] == 0  # what it kept stays
+
+
+def test_where_there_is_no_systemd_a_real_cron_fires_the_schedule_one_run_at_a_time_until_it_is_no_longer_declared(
+    cron_node: ControlNode,
+) -> None:
+    def log() -> str:
+        return cron_node.host.read("/var/log/syslog")
+
+    files = ["/etc/cron.d/gpu-reset-never", "/etc/cron.d/gpu-reset-nightly"]
+    settings = ["/etc/gpu-resets/never.json", "/etc/gpu-resets/nightly.json"]
+    assert sorted(cron_node.files()) == files + settings
+    until(lambda: "is still going on" in log(), "cron to begin two runs", 130)
+    assert re.search(r"gpu-reset-nightly: Nothing was done: the run of this schedule that began 20\S+Z \(pid", log())
+    until(cron_node.records, "the end of the first run", 120)
+    first = cron_node.records()[0]
+    assert (first["host"], first["verdict"], first["schedule"]) == ("cron-gpu", "clean", "nightly")
+    assert "KILL" in {row["signal"] for row in first["killed"]}
+    until(lambda: "gpu-reset-nightly: Exit status 0. Verdicts - clean: cron-gpu (SIMULATED)" in log(), "its last line")
+    minutes = [one["started"][:16] for one in cron_node.records()]
+    assert len(set(minutes)) == len(minutes)  # cron begins two runs in each
+    kept = cron_node.schedule([{**BASE, "name": "never"}])
+    assert changed(kept.stdout, "cron-control") == 1
+    assert sorted(cron_node.files()) == [files[0], settings[0]]
+    assert cron_node.schedule([]).returncode == 0
+    assert cron_node.files() == {}
+    assert cron_node.last_run("nightly")["exit_status"] == 0
