@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from tests.lab import image
+from tests.lab import control_node, image
 from tests.lab.command import LabError
 from tests.lab.image import REPOSITORY, LabUnavailableError
 from tests.lab.lab import Lab, all_labs, sweep
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("image", lambda options: print(image.build()), "build the image of the hosts, if the recipe changed")
     up = add("up", _up, "start N hosts, gpu-1 and so on, or hosts by name")
     up.add_argument("hosts", nargs="+", metavar="N|HOST")
+    up.add_argument("--control-nodes", action="store_true", help="with this checkout and its Python on them")
     down = add("down", _down, "remove hosts, or the whole lab")
     down.add_argument("hosts", nargs="*", metavar="HOST")
     add("status", _status, "show the labs of this checkout and their hosts")
@@ -69,7 +70,8 @@ def _up(options: argparse.Namespace) -> None:
     if len(names) == 1 and names[0].isdigit():
         names = [f"gpu-{count}" for count in range(1, int(names[0]) + 1)]
     there = set(lab.host_names())
-    for host in [lab.start_host(name, wait=False) for name in names if name not in there]:
+    mounts = control_node.mounts() if options.control_nodes else {}
+    for host in [lab.start_host(name, wait=False, mounts=mounts) for name in names if name not in there]:
         host.wait_until_up()
     lab.write_inventory()
     _status(options)
