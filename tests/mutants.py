@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "module_utils/gpu_host"
+CONTROL = "plugin_utils/gpu_control"
+ROLLING = ("tests/unit/test_rolling.py",)
+INTERRUPTED = ("tests/unit/test_interrupted.py",)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,118 @@ MUTANTS = (
         "                    router.write_note(self._state_folder, known)\n",
         "",
         ("tests/unit/test_policy.py",),
+    ),
+    Mutant(
+        "a host begun after the window",
+        f"{CONTROL}/gate.py",
+        "if end is not None and self.clock() > end:",
+        "if end is not None and self.clock() > end + 3600:",
+        ROLLING,
+    ),
+    Mutant(
+        "the nodes of a server decided one by one",
+        f"{CONTROL}/gate.py",
+        'self._unit = "\\n".join(self.nodes)',
+        "self._unit = host",
+        ROLLING,
+    ),
+    Mutant(
+        "the other nodes follow a first one that was skipped",
+        f"{CONTROL}/gate.py",
+        'if verdict in ("clean", "dirty"):',
+        'if verdict in ("clean", "dirty", "skipped"):',
+        ROLLING,
+    ),
+    Mutant(
+        "the other nodes don't wait for the first one",
+        f"{CONTROL}/gate.py",
+        'if self.host == self.head or policy == "force":',
+        'if self.host == self.head or policy != "zombies_only":',
+        ROLLING,
+    ),
+    Mutant(
+        "a host that was dirty before counts as newly dirty",
+        f"{CONTROL}/gate.py",
+        'kind = breaker.DONE if before == "dirty" else breaker.NEWLY_DIRTY',
+        "kind = breaker.NEWLY_DIRTY",
+        ROLLING,
+    ),
+    Mutant(
+        "a tripped breaker that the next run passes over",
+        f"{CONTROL}/gate.py",
+        'return f"not begun: {trip.sentence}" if trip else ""',
+        'return ""',
+        ROLLING,
+    ),
+    Mutant(
+        "skipped hosts count in the breaker's share",
+        f"{CONTROL}/gate.py",
+        'hosts = self.plan["count"] - sum(one == breaker.SKIPPED for one in counted.values())',
+        'hosts = self.plan["count"]',
+        ROLLING,
+    ),
+    Mutant(
+        "a breaker that can't be read taken for none",
+        f"{CONTROL}/breaker.py",
+        "(FileNotFoundError, NotADirectoryError)",
+        "(FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError)",
+        ROLLING,
+    ),
+    Mutant(
+        "one dirty host stops the run",
+        f"{CONTROL}/breaker.py",
+        "LEAST_DIRTY = 2",
+        "LEAST_DIRTY = 1",
+        ROLLING,
+    ),
+    Mutant(
+        "a server cut between two batches",
+        f"{CONTROL}/rolling.py",
+        "        for member in joined:\n            unit_of[member] = joined\n",
+        "        unit_of[host] = joined\n",
+        ROLLING,
+    ),
+    Mutant(
+        "a misspelt host that is not held out",
+        f"{CONTROL}/rolling.py",
+        "if not found[one] and one not in set(groups)]",
+        "if not found[one] and one in set(groups)]",
+        ROLLING,
+    ),
+    Mutant(
+        "a server reset without its node that is not ready",
+        f"{CONTROL}/rolling.py",
+        "for node in others if not_ready.get(node)]",
+        "for node in others if node in held]",
+        ROLLING,
+    ),
+    Mutant(
+        "a node begun after its run has ended",
+        f"{CONTROL}/gate.py",
+        "reason = self.tally.decide(self.host, reason)",
+        "reason = reason or ''",
+        INTERRUPTED,
+    ),
+    Mutant(
+        "a host that was begun told as not begun",
+        f"{CONTROL}/interrupted.py",
+        'return ("skipped", reason) if reason else ("unknown", BEGUN)',
+        'return ("skipped", reason or NOT_BEGUN)',
+        INTERRUPTED,
+    ),
+    Mutant(
+        "a run that goes on taken for a dead one",
+        f"{CONTROL}/interrupted.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        INTERRUPTED,
+    ),
+    Mutant(
+        "a later rank killed while its first one lives",
+        f"{PACKAGE}/later_rank.py",
+        "return states == {_CLOSE_WAIT}",
+        "return _CLOSE_WAIT in states",
+        ("tests/unit/test_later_rank.py",),
     ),
 )
 

@@ -110,6 +110,8 @@ def test_hosts_of_one_server_go_together_in_the_order_of_its_ranks_wherever_the_
     assert rolling.batches(parts, [1]) == [["d", "a"], ["b"], ["c"], ["e"]]
     assert rolling.batches(parts, [2]) == [["d", "a"], ["b", "c"], ["e"]]
     assert rolling.batches(parts, [1, 3]) == [["d", "a"], ["b", "c", "e"]]
+    # Also where one of them alone says so, and comes last.
+    assert rolling.units(["a", "b", "d"], lambda host: nodes["d"] if host == "d" else []) == [["d", "a"], ["b"]]
 
 
 @given(st.integers(4, 30), st.lists(st.integers(1, 8), min_size=1, max_size=3), st.data())
