@@ -1,8 +1,9 @@
 """The control node's processes killed at random instants of a reset: nothing done on the host stays untold, and the
 next run finishes the job.
 
-Ten times here, a hundred with `make control-kills`. Every other time all of Ansible dies, as when the machine loses its
-power; else its process group alone, as when a terminal or a service manager ends it, and its workers live on.
+Ten times here, a hundred with `make control-kills`, in four ways by turns: all of Ansible dies, as when the machine
+loses its power; its process group alone, as when a terminal or a service manager ends it, and its workers live on; it
+is told to end by SIGINT, as by Ctrl-C; by SIGTERM.
 """
 
 from __future__ import annotations
@@ -69,8 +70,12 @@ class Control:
         return [json.loads(line) for line in text.splitlines()]
 
 
-def kill(play: subprocess.Popen[bytes], everything: bool) -> None:
-    family = descendants(play.pid) if everything else set()
+def kill(play: subprocess.Popen[bytes], way: int) -> None:
+    if way >= 2:
+        play.send_signal((signal.SIGINT, signal.SIGTERM)[way - 2])
+        play.wait(timeout=60)
+        return
+    family = descendants(play.pid) if way == 0 else set()
     os.killpg(play.pid, signal.SIGKILL)
     while family:
         for pid in family:
@@ -125,7 +130,7 @@ def test_whenever_the_control_process_is_killed_the_next_run_finishes_and_tells_
         try:
             play.wait(timeout=instant)
         except subprocess.TimeoutExpired:
-            kill(play, everything=number % 2 == 0)
+            kill(play, number % 4)
         until(lambda: not resetting(gpu_host), "the reset on the host to end by itself", 30)
         recorded = {one["run_id"] for one in control.records()}
         told_later += bool(journalled(gpu_host) - recorded)
@@ -140,6 +145,8 @@ def test_whenever_the_control_process_is_killed_the_next_run_finishes_and_tells_
         ids = [one["run_id"] for one in records]
         assert len(set(ids)) == len(ids) and journalled(gpu_host) <= set(ids), where
         assert [row["pid"] for one in records[known:] for row in one["killed"]] == [server], where
+    control.run()
+    assert not list((tmp_path / "running").iterdir())  # of each run, each host has a record
     print(f"\n{KILLS} kills within {whole:.2f} s; in {told_later} the next run told what the killed one had done")
     if KILLS >= 50:
         assert told_later >= KILLS // 20
