@@ -1,1 +1,1 @@
-benchmark_plan.py
+gpu_memory.py

@@ -11,6 +11,8 @@ short_description: Note which servers a host had before a benchmark took its GPU
 description:
   - Keeps the names with the run, so that a benchmark that was interrupted gives the host back what it had when it is
     resumed.
+extends_documentation_fragment:
+  - control_node
 options:
   run:
     description: Name of the run.
@@ -30,11 +32,6 @@ attributes:
   check_mode:
     description: Writes nothing.
     support: full
-  diff_mode:
-    description: There is nothing to compare.
-    support: none
-notes:
-  - Works on the control node alone (an action plugin); the host is not contacted and needs nothing.
 author:
   - The authors of this repository
 """
@@ -54,13 +51,11 @@ servers:
   elements: str
 """
 
-import json
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    """Only reached where the action plugin of the same name is not found."""
-    text = "benchmark_before works on the control node: name this repository's action_plugins in ansible.cfg."
-    print(json.dumps({"failed": True, "msg": text}))
+    ordinary_module.without_action_plugin("benchmark_before")
 
 
 if __name__ == "__main__":

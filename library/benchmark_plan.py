@@ -17,6 +17,8 @@ description:
     for variants whose outcome is open, up to O(max_rounds).
   - An option that is left out is the host's variable of the same name with C(benchmark_) before it. A variable with
     that beginning that does not exist is refused.
+extends_documentation_fragment:
+  - control_node
 options:
   state:
     description: What to do.
@@ -182,11 +184,6 @@ attributes:
   check_mode:
     description: Judges everything and writes nothing; V(next) says that it is done.
     support: full
-  diff_mode:
-    description: There is nothing to compare.
-    support: none
-notes:
-  - Works on the control node alone (an action plugin); the host is not contacted and needs nothing.
 author:
   - The authors of this repository
 """
@@ -316,13 +313,11 @@ step:
       elements: dict
 """
 
-import json
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    """Only reached where the action plugin of the same name is not found."""
-    text = "benchmark_plan works on the control node: name this repository's action_plugins in ansible.cfg."
-    print(json.dumps({"failed": True, "msg": text}))
+    ordinary_module.without_action_plugin("benchmark_plan")
 
 
 if __name__ == "__main__":

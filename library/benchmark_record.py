@@ -15,6 +15,8 @@ description:
     kept as a failure; RV(usable) is then false.
   - After a failure M(benchmark_plan) goes on with the next variant; the failed one is tried again in the next round. A
     variant that fails twice is not started again in this play.
+extends_documentation_fragment:
+  - control_node
 options:
   run:
     description: Name of the run.
@@ -52,7 +54,7 @@ options:
   failures:
     description: >-
       Why there is no measurement: cause (a sentence), cure (a sentence), phase (reset, launch, health or measure),
-      evidence_line, log (a path on the host). Of a server over several hosts what each of them says, with its node and
+      evidence_line, log (a folder of the control node). Of a server over several hosts what each of them says, with its node and
       rank; the first that has a cause of its own is kept, an explained one before others.
     type: list
     elements: dict
@@ -60,11 +62,6 @@ attributes:
   check_mode:
     description: Judges the input and writes nothing.
     support: full
-  diff_mode:
-    description: There is nothing to compare.
-    support: none
-notes:
-  - Works on the control node alone (an action plugin); the host is not contacted and needs nothing.
 author:
   - The authors of this repository
 """
@@ -102,13 +99,11 @@ usable:
   type: bool
 """
 
-import json
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    """Only reached where the action plugin of the same name is not found."""
-    text = "benchmark_record works on the control node: name this repository's action_plugins in ansible.cfg."
-    print(json.dumps({"failed": True, "msg": text}))
+    ordinary_module.without_action_plugin("benchmark_record")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ description:
   - Writes report.html (self-contained), report.md, charts as PNG, results.json and results.csv into the folder of the
     run, for all of its hosts, from what is recorded so far. An unfinished run gets a report as well.
   - Prints a short table and one verdict a host.
+extends_documentation_fragment:
+  - control_node
 options:
   run:
     description: Name of the run, or latest.
@@ -25,11 +27,6 @@ attributes:
   check_mode:
     description: Computes everything and writes nothing.
     support: full
-  diff_mode:
-    description: There is nothing to compare.
-    support: none
-notes:
-  - Works on the control node alone (an action plugin); the host is not contacted and needs nothing.
 author:
   - The authors of this repository
 """
@@ -58,13 +55,11 @@ verdicts:
   type: dict
 """
 
-import json
+from ansible.module_utils.gpu_host import ordinary_module
 
 
 def main() -> None:
-    """Only reached where the action plugin of the same name is not found."""
-    text = "benchmark_report works on the control node: name this repository's action_plugins in ansible.cfg."
-    print(json.dumps({"failed": True, "msg": text}))
+    ordinary_module.without_action_plugin("benchmark_report")
 
 
 if __name__ == "__main__":

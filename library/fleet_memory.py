@@ -11,7 +11,8 @@ short_description: Report the GPU memory of all hosts of a play
 description:
   - Prints a table of what M(gpu_memory) returned on each host of the play, without a verdict, and writes it as JSON.
   - Hosts that are unreachable and hosts that could not be read are told apart. It fails when none could be read.
-  - Runs on the control node and contacts no host.
+extends_documentation_fragment:
+  - control_node
 options:
   result:
     description: The variable in which each host's result of M(gpu_memory) is registered.
@@ -25,9 +26,6 @@ attributes:
   check_mode:
     description: Prints the table and writes nothing.
     support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 seealso:
   - module: gpu_memory
 author:

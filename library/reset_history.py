@@ -13,7 +13,8 @@ description:
     orphans, Xids and seconds, and which hosts get worse.
   - Prints a summary, writes one HTML file, and metrics for node_exporter's textfile collector where asked for.
   - The records are only read. A broken or half line is named with its file and number and passed over.
-  - Runs on the control node and contacts no host.
+extends_documentation_fragment:
+  - control_node
 options:
   files:
     description:
@@ -53,9 +54,6 @@ attributes:
   check_mode:
     description: Prints the summary and writes nothing.
     support: full
-  diff_mode:
-    description: There is never a difference.
-    support: none
 seealso:
   - module: gpu_reset
 author:

@@ -24,7 +24,7 @@ class ControlModule(ActionBase):
     def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         self.task_vars = task_vars or {}
         result: dict[str, Any] = super().run(tmp, self.task_vars)
-        validated = ArgumentSpecValidator(self.spec).validate(self._task.args)
+        validated = ArgumentSpecValidator(self.spec).validate(self.given())
         params = validated.validated_parameters
         if problems := validated.error_messages or self.judge(params):
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
@@ -33,6 +33,10 @@ class ControlModule(ActionBase):
     @property
     def check_mode(self) -> bool:
         return bool(self._task.check_mode)
+
+    def given(self) -> dict[str, Any]:
+        """The task's arguments."""
+        return dict(self._task.args)
 
     def judge(self, params: dict[str, Any]) -> list[str]:
         """A sentence for each thing that is wrong before anything is read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from ansible.plugins.loader import fragment_loader
 from ansible.utils.plugin_docs import get_docstring
-from gpu_control import control_modules, host_modules
+from gpu_control import actions, control_modules, host_modules
 from gpu_host import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,3 +59,10 @@ def test_a_module_says_what_it_is_how_it_is_used_and_what_it_returns(name: str) 
     assert document["module"] == name and document["short_description"] and returns
     used = [task[name] or {} for task in examples if name in task]
     assert used and all(set(given) <= set(document["options"]) for given in used)
+
+
+def test_each_action_plugin_is_the_one_file_under_a_name_that_a_table_has() -> None:
+    plugins = {path.stem: path.resolve().name for path in (ROOT / "action_plugins").glob("*.py")}
+    tables = [import_module(table).MODULES for table in actions.TABLES]
+    assert set(plugins.values()) == {"gpu_memory.py"}
+    assert sorted(plugins) == sorted(name for table in tables for name in table) and set(plugins) <= set(NAMES)
