@@ -439,6 +439,8 @@ def record(parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
 def _record_failure(run: runs.Run, parameters: Mapping[str, Any], context: Context) -> dict[str, Any]:
     masked = runs.masking.mask_value(nodes.failure(parameters["failures"]))
     texts = {key: str(masked[key]) for key in ("cause", "cure", "phase", "evidence_line", "log") if masked.get(key)}
+    if gone := nodes.lost((run.plan(context.host) or {}).get("nodes", []), context.here):
+        texts["cause"] = f"{texts.get('cause', '')} Also, {gone} failed or can't be reached any more.".strip()
     failure = runs.Failure(
         variant=parameters["variant"],
         round=parameters["round"],

@@ -46,14 +46,14 @@ def lost(nodes: Sequence[str], here: Sequence[str]) -> str:
 
 
 def failure(of_nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Why a start failed, from what each of its hosts says (with `node`, `rank`, and `seconds` until its part ended):
+    """Why a start failed, from what each of its hosts says (with `node`, `rank` and `seconds` until its part ended):
     one that has a cause of its own goes before those that only tell of another; then one that is explained; then the
     first one, since the others die of it."""
     own = [one for one in of_nodes if SHARED not in str(one.get("cause"))] or list(of_nodes)
     best = min(own, key=lambda one: (not one.get("cure"), not one.get("evidence_line"), _seconds(one)))
     chosen = dict(best)
     node, rank, _ = chosen.pop("node", ""), chosen.pop("rank", 0), chosen.pop("seconds", 0)
-    if len(of_nodes) > 1:
+    if node:
         chosen["cause"] = f"{node} (node rank {rank}): {chosen.get('cause')}"
     return chosen
 

@@ -564,10 +564,18 @@ def test_of_what_the_hosts_of_one_server_say_the_cause_is_kept_with_host_and_ran
     assert kept == {"cause": "b (node rank 1): CUDA error.", "phase": "health", "evidence_line": "an illegal access"}
     late = {**died, "node": "a", "rank": 0, "cause": "The ranks did not meet.", "seconds": 60.5}
     assert nodes.failure([late, {**died, "seconds": 2}])["cause"] == "b (node rank 1): CUDA error."
-    assert nodes.failure([head])["cause"] == head["cause"]
     lost = {"node": "a", "rank": 0, "cause": "b, which shares this server, failed or could not be reached."}
-    assert nodes.failure([lost])["cause"].startswith("b, which shares this server")
-    assert nodes.failure([{"cause": "Alone."}]) == {"cause": "Alone."}
+    assert nodes.failure([lost])["cause"].startswith("a (node rank 0): b, which shares this server")
+    assert nodes.failure([{"node": "", "rank": 0, "seconds": 0, "cause": "Alone."}]) == {"cause": "Alone."}
+
+
+def test_a_failure_says_which_host_of_the_server_has_dropped_out(bench):
+    for host in PAIR:
+        run = bench.call(host=host, nodes=PAIR)["run"]
+    failure = {"node": "a", "rank": 0, "cause": "The server died."}
+    bench.call("benchmark_record", here=("a",), run=run, round=1, variant="baseline", failures=[failure])
+    (kept,) = runs.existing(run).failures("a")
+    assert kept.cause == "a (node rank 0): The server died. Also, b failed or can't be reached any more."
 
 
 # Documentation
