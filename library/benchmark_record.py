@@ -54,8 +54,8 @@ options:
   failures:
     description: >-
       Why there is no measurement: cause (a sentence), cure (a sentence), phase (reset, launch, health or measure),
-      evidence_line, log (a folder of the control node). Of a server over several hosts what each of them says, with its node and
-      rank; the first that has a cause of its own is kept, an explained one before others.
+      evidence_line, log (a folder of the control node). Of a server over several hosts what each of them says, with its
+      node and rank; the first that has a cause of its own is kept, an explained one before others.
     type: list
     elements: dict
 attributes:
