@@ -7,8 +7,9 @@ does all of the work on the control node, the file documents it and runs only wh
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -27,7 +28,8 @@ def main(
     module.exit_json(**run(module.params, check_mode=module.check_mode, diff=module._diff), **more)
 
 
-def without_action_plugin(name: str) -> None:
+def without_action_plugin(name: str) -> NoReturn:
     """The end of a module that has nothing to do on a host, whatever it was given."""
     text = f"{name} works on the control node: name this repository's action_plugins in ansible.cfg."
     print(json.dumps({"failed": True, "msg": text}))
+    sys.exit(1)

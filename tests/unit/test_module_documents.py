@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -66,3 +69,12 @@ def test_each_action_plugin_is_the_one_file_under_a_name_that_a_table_has() -> N
     tables = [import_module(table).MODULES for table in actions.TABLES]
     assert set(plugins.values()) == {"gpu_memory.py"}
     assert sorted(plugins) == sorted(name for table in tables for name in table) and set(plugins) <= set(NAMES)
+
+
+def test_a_module_whose_action_plugin_is_not_found_says_so_whatever_it_is_given() -> None:
+    words = ["ansible", "-i", "localhost,", "localhost", "-c", "local", "-m", "reset_history", "-a", "limit=3 other=1"]
+    environment = {**os.environ, "ANSIBLE_ACTION_PLUGINS": "/nonexistent", "ANSIBLE_NOCOLOR": "1"}
+    words += ["-e", f"ansible_python_interpreter={sys.executable}"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "reset_history works on the control node: name this" in " ".join(done.stdout.split())
