@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import shorten
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 for _folder in ("module_utils", "plugin_utils"):
     sys.path.insert(0, str(REPOSITORY / _folder))
@@ -27,7 +29,7 @@ def lines_of(session: Path) -> list[dict[str, Any]]:
             found.append(json.loads(text))
         except ValueError:
             continue
-    return found
+    return shorten.whole(found)
 
 
 def notes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -104,6 +106,19 @@ def build(lines: Sequence[Mapping[str, Any]], folder: Path) -> Path:
             ),
         )
     return folder
+
+
+def repeats(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, list[float]]]:
+    """Tokens a second of the baseline by load, for each round that has all loads. The form of
+    tests/recorded/*/benchmark-repeats.json, where a start of the server stands for a round."""
+    plan = next(line for line in lines if line["kind"] == "benchmark")
+    loads = {cell["name"]: f"c{cell['concurrency']}" for cell in plan["cells"]}
+    found: dict[int, dict[str, list[float]]] = {}
+    for line in lines:
+        if line["kind"] == "measurement" and line["variant"] == "baseline":
+            speed = round(line["result"]["measurement"]["output_tokens_per_s"], 2)
+            found.setdefault(line["round"], {}).setdefault(loads[line["cell"]], []).append(speed)
+    return [one for one in found.values() if len(one) == len(loads)]
 
 
 def main(session: Path, folder: Path) -> None:

@@ -48,6 +48,7 @@ NAMED_SETS = {
     "deploy": DEPLOY,
     "deploy-two": ["deploy-stalled-tp2", "all-reduce"],
     "benchmark": [benchmark.NAME],
+    "benchmark-starts": [benchmark.STARTS],
     "aiperf": [against_aiperf.NAME],
 }
 

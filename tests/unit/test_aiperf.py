@@ -59,6 +59,20 @@ def test_rounds_in_which_the_two_were_not_asked_the_same_do_not_count() -> None:
     assert against_aiperf.pairs(lines) == {"c1": [(figures(100), figures(99))]}
 
 
+def test_on_a_gpu_the_module_and_aiperf_agree_within_3_percent_by_the_rule_that_was_written_before() -> None:
+    session = Path(__file__).parents[1] / "gpu" / "recorded" / "h200-benchmark-aiperf-2026-11-30.jsonl"
+    lines = [json.loads(line) for line in session.read_text().splitlines()]
+    found = against_aiperf.pairs(lines)
+    assert {load: len(each) for load, each in found.items()} == {"c1": 5, "c4": 5}
+    assert sum(line["kind"] == "pair" for line in lines) == 10
+    rows = aiperf.compare(found)
+    assert len(rows) == 6 and aiperf.apart(rows) == {}
+    assert [line["rows"] for line in lines if line["kind"] == "comparison"] == [rows]
+    assert all(line["ok"] for line in lines if line["kind"] == "check")
+    text = (Path(__file__).parents[1] / "gpu" / "README.md").read_text()
+    assert all(f"{row['ratio']:.4f}" in text for row in rows.values())
+
+
 PRETENDED = """
 import json, pathlib, sys
 words = sys.argv

@@ -17,7 +17,8 @@ from gpu_host.readings import Gpu, GpuProcess
 from gpu_host.verdict import Policy, Sight, judge
 
 RECORDED = Path(os.environ.get("GPU_RECORDINGS") or Path(__file__).resolve().parents[1] / "gpu" / "recorded")
-SESSIONS = sorted(RECORDED.glob("*.jsonl"))
+# Those that looked at the GPU; a session that only compares figures has no reading.
+SESSIONS = sorted(one for one in RECORDED.glob("*.jsonl") if '"kind": "reading"' in one.read_text())
 # The session that measures resets nothing; its own claims are in test_gpu_benchmark.py.
 RESETTING = [session for session in SESSIONS if "benchmark" not in session.stem]
 MIB = 1 << 20
