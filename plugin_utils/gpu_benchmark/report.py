@@ -19,6 +19,7 @@ from . import charts, results, runs
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 SIGNS = {"enable": "✔", "do_not_enable": "✘", "not_certain": "?", "no_result": "–"}
 NOT_MEASURABLE = "not measurable"
+MARKS = {"faster": "▲", "slower": "▼"}
 
 
 def write(run: runs.Run, earlier: runs.Run | None = None, now: float | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -61,7 +62,10 @@ def _environment(html: bool) -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
     made.filters.update(number=number, json=lambda value: json.dumps(value, ensure_ascii=False, sort_keys=True))
-    made.globals.update(cells_of=cells_of, headings=HEADINGS, signs=SIGNS, several_loads=several_loads, at_load=at_load)
+    made.globals.update(
+        cells_of=cells_of, headings=HEADINGS, signs=SIGNS, marks=MARKS, several_loads=several_loads, at_load=at_load,
+        not_measurable=not_measurable,
+    )  # fmt: skip
     return made
 
 
@@ -92,6 +96,16 @@ HEADINGS = (
 
 def several_loads(host: Mapping[str, Any]) -> bool:
     return len(host["loads"]) > 1
+
+
+def not_measurable(host: Mapping[str, Any]) -> list[str]:
+    """Why figures are missing, each reason once with all that it is the reason of."""
+    found: dict[str, list[str]] = {}
+    for row in host["rows"]:
+        for key, why in row["not_measured"].items():
+            if key not in found.setdefault(why, []):
+                found[why].append(key)
+    return [f"Not measurable: {', '.join(key.replace('_', ' ') for key in keys)}. {why}" for why, keys in found.items()]
 
 
 def at_load(host: Mapping[str, Any], one: Mapping[str, Any]) -> str:

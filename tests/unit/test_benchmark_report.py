@@ -68,6 +68,7 @@ def test_the_table_has_every_column_that_was_promised(written):
     assert float(row["speed_up_low"]) < float(row["speed_up"]) < float(row["speed_up_high"])
     assert row["same_texts"] == "True"
     html, markdown = texts(run)
+    assert "| ▲ 1.31 (1.2" in markdown and "| ▼ 0.81 (0.8" in markdown and "Measured: mixed, 256 tokens" in markdown
     for shown in ("2.36 (2.43)", "23.6", "1.31 (1.2", "135 / 35", "2 140", "0.187", "latency"):
         assert shown in html and shown in markdown, shown
 
@@ -167,7 +168,8 @@ def test_what_can_not_be_measured_is_said_so_and_never_0(tmp_path):
     assert (row["accept_length"], row["step_ms"], row["watts"], row["tokens_per_joule"]) == (None, None, None, None)
     html, markdown = texts(run)
     assert html.count("not measurable") > 20 and markdown.count("not measurable") > 20
-    assert "The server told none." in html
+    for text in (html, markdown):
+        assert text.count("Not measurable: accept length. The server told none.") == 1
     assert "Not measurable here: accept length, step time and baseline's step time." in html.replace("&#39;", "'")
     assert html.count("<figure>") == 3  # no accept length, no energy
     line = next(csv.DictReader((run.folder / "results.csv").open()))
