@@ -25,6 +25,9 @@ options:
 """
 
 import atexit  # noqa: E402
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
+import gc  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -47,6 +50,7 @@ PLAN = "reset_plan"
 NO_HOSTS_EXIT_STATUS = 2
 FAILED_EXIT_STATUS = 2
 UNREACHABLE_EXIT_STATUS = 4  # as ansible-playbook's own
+PR_SET_TIMERSLACK = 29  # linux/prctl.h; nanoseconds
 
 
 class CallbackModule(CallbackBase):
@@ -74,6 +78,7 @@ class CallbackModule(CallbackBase):
         self._ansibles_handler: Any = None
 
     def v2_playbook_on_play_start(self, play: Any) -> None:
+        _spare_the_control_node()
         self._play_resets = _has(play, MODULE, PLAN)
         self._play_name = play.get_name()
         self._play = play
@@ -274,6 +279,17 @@ class CallbackModule(CallbackBase):
 
     def _folder(self) -> Path:
         return Path(self.get_option("artifacts_folder") or records.artifacts_folder())
+
+
+def _spare_the_control_node() -> None:
+    """What Ansible spends on a thousand hosts beside their forks' own work: a tenth of the time and half the memory.
+
+    Its wait for a free fork is a loop of sleeps of 0.1 ms, which may take 5 ms from here on (Linux). And a fork whose
+    garbage collector visited all hosts would copy their memory.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 5_000_000)
+    gc.freeze()
 
 
 def _calls(task: Any, *modules: str) -> bool:

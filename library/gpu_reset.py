@@ -172,6 +172,12 @@ options:
         of the host are returned in RV(earlier), so that no kill stays untold.
     type: str
     default: ""
+  role_variables:
+    description:
+      - Each option that the task does not give is what the variable of that name of the role C(gpu_reset) says
+        (O(grace) is C(gpu_reset_grace)), where there is one.
+    type: bool
+    default: false
 attributes:
   check_mode:
     support: full

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ansible import constants as C
 from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
+from gpu_control import variables
 from gpu_control.control_module import ControlModule
 
 from . import calls, nodes, settings
@@ -83,12 +84,12 @@ class BenchmarkPlan(BenchmarkModule):
         given, task_vars = super().given(), self.task_vars
         for one in settings.SETTINGS:
             if one.name not in given and one.variable in task_vars:
-                given[one.name] = self._templar.template(task_vars[one.variable])
+                given[one.name] = variables.read(self._templar, task_vars, one.variable)
         for option, variable in SERVER_VARIABLES.items():
             if option not in given and variable in task_vars:
-                given[option] = self._templar.template(task_vars[variable])
+                given[option] = variables.read(self._templar, task_vars, variable)
         asked = [name for name in task_vars if name.startswith("serving_benchmark_") and not name.endswith("_result")]
-        given["asked"] = {name: self._templar.template(task_vars[name]) for name in asked}
+        given["asked"] = {name: variables.read(self._templar, task_vars, name) for name in asked}
         given["nodes_of_others"] = self._nodes_of_others(given.get("nodes"), task_vars["hostvars"])
         given["known_variables"] = [*given.get("known_variables", []), *settings.RESERVED]
         given["variable_names"] = [str(name) for name in task_vars if str(name).startswith(settings.PREFIX)]

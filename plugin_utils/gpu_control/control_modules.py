@@ -13,7 +13,7 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.loader import lookup_loader
 from ansible.utils.display import Display
 
-from . import breaker, fleet, history, history_report, hooks, records, rolling, whole_file
+from . import breaker, fleet, history, history_report, hooks, records, rolling, variables, whole_file
 from .control_module import ControlModule
 
 ROLE = Path(__file__).resolve().parent.parent.parent / "roles" / "gpu_reset"
@@ -142,14 +142,14 @@ class ResetPlan(ControlModule):
     def _plan(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         self._refuse_unknown(task_vars)
         spec = rolling.SWITCHES | _role_options()
-        given = {name: self._templar.template(task_vars[name]) for name in spec if name in task_vars}
+        given = {name: variables.read(self._templar, task_vars, name) for name in spec if name in task_vars}
         validated = ArgumentSpecValidator(spec).validate(given)
         if validated.error_messages:
             raise Refused(" ".join(validated.error_messages))
         switches = {name: validated.validated_parameters.get(name) for name in rolling.SWITCHES}
         if not isinstance(given.get("restart_servers", []), list):
             raise Refused('restart_servers is no list; name servers with -e \'{"restart_servers": ["name"]}\'.')
-        values = {name: self._templar.template(task_vars[name]) for name in hooks.VARIABLES if name in task_vars}
+        values = {name: variables.read(self._templar, task_vars, name) for name in hooks.VARIABLES if name in task_vars}
         if problems := hooks.problems(values):
             raise Refused(" ".join(problems))
         hosts = list(task_vars["ansible_play_hosts_all"])

@@ -260,13 +260,15 @@ def of_play(play: Any) -> Callable[[str], Hook | None]:
     """What finds a host's hook in the variables that this play has for it."""
     from ansible.template import Templar
 
+    from . import variables
+
     manager = play.get_variable_manager()
     loader = play.get_loader()
 
     def find(name: str) -> Hook | None:
         host = manager._inventory.get_host(name)
-        variables = manager.get_vars(play=play, host=host, include_hostvars=False)
-        templar = Templar(loader=loader, variables=variables)
-        return hook({key: templar.template(variables[key]) for key in VARIABLES if key in variables})
+        known = manager.get_vars(play=play, host=host, include_hostvars=False)
+        templar = Templar(loader=loader, variables=known)
+        return hook({key: variables.read(templar, known, key) for key in VARIABLES if key in known})
 
     return find

@@ -18,7 +18,7 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from gpu_host import arguments
 
-from . import lean, progress, records
+from . import lean, progress, records, variables
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PACKAGE = REPOSITORY / "module_utils" / lean.PACKAGE
@@ -111,10 +111,10 @@ class HostModule(ActionBase):
 
     def variable(self, name: str) -> Any:
         """A variable of the host that the task runs on, which is another one under delegate_to."""
-        variables = self.task_vars
+        known = self.task_vars
         if self._task.delegate_to:
-            variables = variables.get("ansible_delegated_vars", {}).get(self._task.delegate_to, {})
-        return self._templar.template(variables[name]) if name in variables else None
+            known = known.get("ansible_delegated_vars", {}).get(self._task.delegate_to, {})
+        return variables.read(self._templar, known, name) if name in known else None
 
     def _given(self) -> dict[str, Any]:
         """The task's arguments, over what the inventory says of the host: that holds for an ad hoc call, too."""

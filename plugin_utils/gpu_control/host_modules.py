@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ansible import constants as C
+from ansible.module_utils.parsing.convert_bool import boolean
 from gpu_host import arguments, data_jobs, nccl_environment, staging_sources
 
 from . import breaker, health, hooks, lean, measuring, records, reports, together
 from . import gate as gates
 from .host_module import PACKAGE, REPOSITORY, HostModule, display
+
+# Options of gpu_reset that are no variable of its role: they belong to one call.
+OF_ONE_CALL = ("run_id", "last_recorded_run", "role_variables")
 
 
 class GpuMemory(HostModule):
@@ -104,6 +108,17 @@ class ServingBenchmark(HostModule):
 
 class GpuReset(HostModule):
     spec, entry = arguments.GPU_RESET, "reset"
+
+    def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        self.task_vars = task_vars or {}
+        if boolean(self._task.args.pop("role_variables", False)):
+            self._task.args = self._role_variables() | self._task.args
+        return super().run(tmp, task_vars)
+
+    def _role_variables(self) -> dict[str, Any]:
+        """The options as the variables of the role gpu_reset say. A constant needs no template, so this is cheap."""
+        named = {option: self.variable(f"gpu_reset_{option}") for option in self.spec if option not in OF_ONE_CALL}
+        return {option: value for option, value in named.items() if value is not None}
 
     def judge(self, params: dict[str, Any]) -> list[str]:
         return hooks.problems({key: self.variable(key) for key in hooks.VARIABLES})

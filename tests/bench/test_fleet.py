@@ -13,6 +13,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -86,6 +87,8 @@ class Fleet:
         artifacts = self.folder / f"artifacts-{inventory.name}"
         command = ["ansible-playbook", "-i", str(inventory), "playbooks/reset.yml", "-e", "reset_confirmed=true"]
         environment = {**os.environ, **self.host.lab.ansible_environment(), "GPU_ARTIFACTS": str(artifacts)}
+        # Connections of its own: those of the run before stay open for a minute.
+        environment["ANSIBLE_SSH_CONTROL_PATH_DIR"] = tempfile.mkdtemp(dir=self.host.lab.control_paths)
         used, began = children_seconds(), time.perf_counter()
         with (self.folder / "play.log").open("w") as log:
             whole = [*self.inside, *command]
