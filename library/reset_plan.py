@@ -38,6 +38,10 @@ sizes:
   type: list
   elements: int
   returned: success
+in_batches:
+  description: Whether there is more than one batch.
+  type: bool
+  returned: success
 count:
   description: Hosts that are not held out.
   type: int

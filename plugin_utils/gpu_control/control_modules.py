@@ -164,6 +164,7 @@ class ResetPlan(ControlModule):
             "schedule": switches["reset_schedule_name"] or "",
             "hosts": "gpu_hosts",
             "sizes": [],
+            "in_batches": False,
         }
         plan["count"] = len(hosts) - len(plan["held_out"])
         if switches["reset_serial"] not in (None, ""):
@@ -171,6 +172,7 @@ class ResetPlan(ControlModule):
             batches = rolling.batches(rolling.units(hosts, self._nodes(task_vars["hostvars"])), most)
             plan["hosts"] = [host for batch in batches for host in batch]
             plan["sizes"] = [len(batch) for batch in batches]
+            plan["in_batches"] = len(batches) > 1
         self._ask_breaker(plan, clear=bool(switches["reset_breaker_clear"]))
         return plan
 

@@ -66,6 +66,10 @@ class HostModule(ActionBase):
 
     # What a module may have of its own
 
+    @classmethod
+    def validator(cls) -> ArgumentSpecValidator:
+        return ArgumentSpecValidator(cls.spec)
+
     def judge(self, params: dict[str, Any]) -> list[str]:
         """Sentences on what only the control node can see to be wrong."""
         return []
@@ -88,7 +92,7 @@ class HostModule(ActionBase):
         # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
         if not_ready := self.variable("gpu_host_not_ready"):
             return {"failed": True, "refused": True, "msg": str(not_ready)}
-        validated = ArgumentSpecValidator(self.spec).validate(self._given())
+        validated = self.validator().validate(self._given())
         params = validated.validated_parameters
         problems = list(validated.error_messages)
         for judge in (*self.judges, self.judge):
@@ -121,7 +125,8 @@ class HostModule(ActionBase):
         none_given = not any(self._task.environment or ())
         if none_given and (environment := self.variable("gpu_host_environment")):
             self._task.environment = [environment]
-        known = {option: self.variable(f"gpu_reset_{option}") for option in HOST_OPTIONS if option in self.spec}
+        open_ = [option for option in HOST_OPTIONS if option in self.spec and option not in self._task.args]
+        known = {option: self.variable(f"gpu_reset_{option}") for option in open_}
         given = {option: value for option, value in known.items() if value is not None} | self._task.args
         if given.get("router_url") and not given.get("worker_url"):
             address = self.variable("ansible_host") or self.task_vars["inventory_hostname"]

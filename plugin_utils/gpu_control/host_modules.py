@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible import constants as C
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.parsing.convert_bool import boolean
 from gpu_host import arguments, data_jobs, nccl_environment, staging_sources
 
@@ -108,6 +109,11 @@ class ServingBenchmark(HostModule):
 
 class GpuReset(HostModule):
     spec, entry = arguments.GPU_RESET, "reset"
+    _validator = ArgumentSpecValidator(spec)  # made in the process that is forked for each host, not in every fork
+
+    @classmethod
+    def validator(cls) -> ArgumentSpecValidator:
+        return cls._validator
 
     def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         self.task_vars = task_vars or {}

@@ -23,7 +23,7 @@ from typing import Any
 from gpu_host import arguments, prompt_set, server_record
 from gpu_host.procfs import Proc
 
-from simulator.host import MARKER, Started, wait_for
+from simulator.host import MARKER, Server, Started, wait_for
 from tests.aiperf import Load
 from tests.rehearsal import environment
 from tests.rehearsal.host import RehearsalHost
@@ -56,6 +56,15 @@ def server(made: RehearsalHost, *words: str, seconds: float = 600) -> Iterator[S
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not made.left(), "the server's end", 60)
+
+
+@contextlib.contextmanager
+def steady_server(made: RehearsalHost, **settings: object) -> Iterator[Server]:
+    """The stand-in in the real one's place: its steps last the same each time, so that one percent can be seen."""
+    words = ("--model-path", str(made.models / "target"))  # the client wants its tokenizer
+    server = made.simulated.start_server(made.name, [0], port=made.port, eagle3=False, arguments=words, **settings)
+    keep_record(made, server.wait_ready().main)
+    yield server  # ends with the host
 
 
 def keep_record(made: RehearsalHost, started: Started) -> None:
