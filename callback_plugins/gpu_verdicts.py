@@ -288,7 +288,7 @@ class CallbackModule(CallbackBase):
 
 
 def _wait_patiently() -> None:
-    """Ansible waits for a free fork in a loop of sleeps of 0.1 ms, half a core's work: each may take 10 ms from here."""
+    """Ansible waits for a free fork in a loop of sleeps of 0.1 ms, half a core's work; now each may take 10 ms."""
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 10_000_000)
 
