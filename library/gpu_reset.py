@@ -172,6 +172,12 @@ options:
         of the host are returned in RV(earlier), so that no kill stays untold.
     type: str
     default: ""
+  head_is_reset:
+    description:
+      - The first host of a server over several hosts has been reset in this run. The later ranks here, which can't be
+        asked, are ended with it; what O(policy) says of other servers of this host holds as ever.
+    type: bool
+    default: false
   role_variables:
     description:
       - Each option that the task does not give is what the variable of that name of the role C(gpu_reset) says

@@ -66,6 +66,7 @@ GPU_RESET: dict[str, dict[str, Any]] = {
     "worker_url": {"type": "str", "default": ""},
     "run_id": {"type": "str", "default": ""},
     "last_recorded_run": {"type": "str", "default": ""},
+    "head_is_reset": {"type": "bool", "default": False},
     "role_variables": {"type": "bool", "default": False},
     **_SERVERS,
 }

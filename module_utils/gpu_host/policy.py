@@ -55,22 +55,22 @@ def decide(
     """What the policy says to these servers, which are all that the reset would end.
 
     ``unknown`` names server processes that belong to none of them, ``headless`` the mains of later ranks whose first
-    one is gone: they look busy for ever.
+    one is gone: they look busy for ever, and nobody waits for what they do.
     """
+    asked = [state for state in states if state.main_pid not in headless]
     if policy == IDLE_ONLY:
-        against = [why for state in states if (why := _against_idle_only(state))]
+        against = [why for state in asked if (why := _against_idle_only(state))]
     elif policy == ZOMBIES_ONLY:
-        against = [_seen(state) for state in states if not _deaf(state)]
+        against = [_seen(state) for state in asked if not _deaf(state)]
         if not states and not unknown:
             against = ["no server here holds memory"]
     else:
-        drained = [state for state in states if policy == DRAIN and state.main_pid not in headless]
-        waiting = [state for state in drained if _may_have_requests(state)]
+        waiting = [state for state in asked if policy == DRAIN and _may_have_requests(state)]
         return Decision(
             wait_for=tuple(state.main_pid for state in waiting if state.main_pid is not None),
             notes=tuple(
                 f"{state.name} does not tell its requests; it finishes them by itself if it can"
-                for state in states
+                for state in asked
                 if policy == DRAIN and state.state == "idle" and requests(state) is None
             ),
         )
@@ -136,6 +136,7 @@ class Gate:
         self._router_url: str = params["router_url"].rstrip("/")
         self._worker_url: str = params["worker_url"]
         self._key_file: str = params["router_api_key_file"]
+        self._head_is_reset: bool = params["head_is_reset"]
         self._patterns, self._scope, self._proc, self._run_id = patterns, scope, proc, run_id
         self._clock, self._sleep = clock, sleep
         self._states: list[ServerState] = []
@@ -204,13 +205,16 @@ class Gate:
         self._others = [state for state in seen.servers if state.pids and not wanted & set(state.pids)]
         known = {pid for state in seen.servers for pid in state.pids}
         strays = self._strays(chosen, wanted - known)
-        headless = [state.main_pid or 0 for state in self._states if self._policy == DRAIN and self._headless(state)]
+        headless = [state.main_pid or 0 for state in self._states if self._headless(state)]
         return decide(self._policy, self._states, strays, headless)
 
     def _headless(self, state: ServerState) -> bool:
         """Whether it is the part of a later host of a server whose first one is gone."""
         main = self._proc.process(state.main_pid) if state.main_pid else None
-        return main is not None and later_rank.head_is_gone(self._proc, main.argv, state.pids)
+        if main is None or not later_rank.is_later_rank(main.argv):
+            return False
+        seen = self._policy == DRAIN and later_rank.head_is_gone(self._proc, main.argv, state.pids)
+        return seen or self._head_is_reset
 
     def _strays(self, chosen: Mapping[int, Finding], pids: Iterable[int]) -> list[str]:
         """Server processes of no known server that still live."""

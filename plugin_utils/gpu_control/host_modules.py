@@ -16,7 +16,7 @@ from . import gate as gates
 from .host_module import PACKAGE, REPOSITORY, HostModule, display
 
 # Options of gpu_reset that are no variable of its role: they belong to one call.
-OF_ONE_CALL = ("run_id", "last_recorded_run", "role_variables")
+OF_ONE_CALL = ("run_id", "last_recorded_run", "head_is_reset", "role_variables")
 
 
 class GpuMemory(HostModule):
@@ -156,7 +156,7 @@ class GpuReset(HostModule):
         reason = gate.begin(self.task_vars["ansible_play_hosts_all"], not_ready)
         if not reason and (waited := gate.wait_for_head(policy)) is not None:
             reason = waited
-            self._task.args["policy"] = "force"  # the server's first node was asked, and has ended
+            self._task.args["head_is_reset"] = True  # the server's first node was asked, and has ended
         if reason:
             return gates.skipped(reason, policy, bool(self._task.check_mode))
         returned = None

@@ -81,6 +81,7 @@ class Host:
         self.seen: Callable[[float], Sequence[ServerState]] = lambda _now: ()
         self.looks = 0
         self.alive = True
+        self.argv: dict[int, tuple[str, ...]] = {}
         monkeypatch.setattr(server_state, "observe", self.observe)
 
     def observe(self, *_: object, **__: object) -> server_state.Observation:
@@ -88,9 +89,8 @@ class Host:
         return server_state.Observation(tuple(self.seen(self.clock.now)), NO_GPUS)
 
     def process(self, pid: int) -> Any:
-        return SimpleNamespace(
-            pid=pid, gone=not self.alive, start_ticks=1, name="python3", argv=("sglang", "--api-key", "own")
-        )
+        argv = self.argv.get(pid, ("sglang", "--api-key", "own"))
+        return SimpleNamespace(pid=pid, gone=not self.alive, start_ticks=1, name="python3", argv=argv)
 
     def environ(self, _pid: int) -> dict[str, str]:
         return {}
@@ -148,12 +148,28 @@ def test_a_drain_ends_at_its_deadline_and_says_what_was_left(host: Host) -> None
 
 
 def test_a_later_rank_is_waited_for_until_its_first_one_is_gone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.argv = {100: ("sglang", "--node-rank", "1")}
     host.seen = lambda _now: [server(count=None), server("t", "idle", 0, 200, 30001)]
     monkeypatch.setattr(later_rank, "head_is_gone", lambda _proc, _argv, pids: pids == (100,) and host.clock.now > 4)
     passed(host.gate(grace=300.0), 100, 200)
     assert 4 + policy.SETTLED_SECONDS <= host.clock.now < 7
     monkeypatch.setattr(later_rank, "head_is_gone", lambda _proc, _argv, pids: pids == (100,))
     assert "s is busy" in passed(host.gate(policy="idle_only"), 100, 200)
+
+
+@pytest.mark.parametrize("name", ["drain", "idle_only", "zombies_only"])
+def test_a_later_rank_whose_first_one_was_reset_ends_and_the_hosts_own_server_is_asked_as_ever(
+    host: Host, name: str
+) -> None:
+    host.argv = {100: ("sglang", "--node-rank", "1")}
+    host.seen = lambda _now: [server(count=None)]
+    assert (passed(host.gate(policy=name, head_is_reset=True)), host.clock.now < 3) == ("", True)
+    host.seen = lambda now: [server(count=None), server("own", "busy" if now < 9 else "idle", int(now < 9), 200, 30001)]
+    why = passed(host.gate(policy=name, head_is_reset=True), 100, 200)
+    if name == "drain":
+        assert why == "" and 9 + policy.SETTLED_SECONDS <= host.clock.now < 11
+    else:
+        assert why == f"policy {name}: own is busy (1 running, 0 waiting)"
 
 
 def test_a_server_that_hangs_while_it_drains_is_waited_for_no_longer(host: Host) -> None:
