@@ -15,13 +15,14 @@ description:
   - A schedule can't end strangers.
 options:
   schedules:
-    description: The schedules, a list of dictionaries; the README of the role P(reset_schedule#role) lists the keys.
+    description:
+      - The schedules, a list of dictionaries; the README of the role P(reset_schedule#role) lists the keys.
+      - V([]) removes all of them.
     type: raw
-    default: []
+    required: true
   scheduler:
-    description: V(auto) takes systemd where it runs, else cron.
+    description: V(systemd), V(cron), or V(auto), which takes systemd where it runs, else cron.
     type: str
-    choices: [auto, systemd, cron]
     default: auto
   repository:
     description: This repository's folder on the control node, with C(make setup) done.

@@ -342,8 +342,9 @@ SERVER_WATCH: dict[str, dict[str, Any]] = {
 }
 
 RESET_SCHEDULE: dict[str, dict[str, Any]] = {
-    "schedules": {"type": "raw", "default": []},  # judged by schedules.parse, in sentences that name the schedule
-    "scheduler": {"type": "str", "choices": ["auto", "systemd", "cron"], "default": "auto"},
+    # Both are judged by the module itself, in sentences that name the schedule and the variable.
+    "schedules": {"type": "raw", "required": True},  # a default of none would remove all of them
+    "scheduler": {"type": "str", "default": "auto"},
     "repository": {"type": "str", "required": True},
     "python": {"type": "str", "default": ""},
     "user": {"type": "str", "default": ""},

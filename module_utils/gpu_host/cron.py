@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 
-_DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_DAY_NUMBERS = {name: number for number, day in enumerate(_DAYS) for name in (day, day[:3])}
 _SHORTHANDS = {
     "minutely": "*:*",
     "hourly": "*:00",
@@ -90,9 +91,9 @@ def times(calendar: str) -> Times:
 def _weekdays(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.lower().split(","):
-        ends = [_DAYS.index(name[:3]) if name[:3] in _DAYS else -1 for name in re.split(r"\.\.|-", part)]
+        ends = [_DAY_NUMBERS.get(name, -1) for name in re.split(r"\.\.|-", part)]
         if -1 in ends or len(ends) > 2:
-            raise NotInCron(f"{part!r} is no weekday")
+            raise NotInCron(f"{part!r} is no weekday; give Mon or Monday")
         day = ends[0]
         found.add(day)
         while day != ends[-1]:

@@ -28,6 +28,7 @@ from .storage import replace_file
 COMMAND_SECONDS = 30.0
 LOOK_SECONDS = 120.0  # an inventory script or plugin may ask a slow service
 SHOWN_FIRINGS = 3
+SCHEDULERS = ("auto", "systemd", "cron")
 JUDGED_FIRINGS = 8  # more than a week of weekdays
 _FIRING = re.compile(
     r"^ *(?:Next elapse|Iter(?:ation|\.) #\d+): (?:\w+ )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", re.MULTILINE
@@ -78,6 +79,8 @@ def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False)
 
 def _run(params: Mapping[str, Any], check_mode: bool, diff: bool) -> dict[str, Any]:
     declared, problems = schedules.parse(params["schedules"])
+    if params["scheduler"] not in SCHEDULERS:
+        problems.append(f"reset_schedule_scheduler: {params['scheduler']!r} is unknown; give auto, systemd or cron.")
     if problems:
         raise Refused(" ".join(problems))
     if os.geteuid() != 0:

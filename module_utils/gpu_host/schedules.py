@@ -69,7 +69,7 @@ KEYS = tuple(Schedule.__dataclass_fields__)
 
 
 class Wrong(Exception):
-    """A schedule says something that it may not; the text is one sentence."""
+    """A key of a schedule says something that it may not; the text is one sentence."""
 
 
 def parse(entries: Any) -> tuple[list[Schedule], list[str]]:
@@ -79,39 +79,41 @@ def parse(entries: Any) -> tuple[list[Schedule], list[str]]:
     schedules: list[Schedule] = []
     problems: list[str] = []
     for number, entry in enumerate(entries, 1):
-        try:
-            schedules.append(_schedule(entry, number))
-        except Wrong as wrong:
-            problems.append(str(wrong))
+        schedule, wrong = _schedule(entry, number)
+        problems += wrong
+        if schedule:
+            schedules.append(schedule)
     names = [one.name for one in schedules]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"Two schedules are named {name!r}; give each a name of its own.")
     return schedules, problems
 
 
-def _schedule(entry: Any, number: int) -> Schedule:
+def _schedule(entry: Any, number: int) -> tuple[Schedule | None, list[str]]:
+    """The schedule, or None and one sentence for each key that is wrong."""
     if not isinstance(entry, Mapping):
-        raise Wrong(f"Schedule {number} is {entry!r}, no dictionary; it needs at least name, calendar and inventory.")
-    name = entry.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Wrong(
-            f"Schedule {number} has the name {name!r}; give 1 to 40 lower-case letters, digits and dashes, since its "
-            "timer is named after it."
+        needs = "it needs at least name, calendar and inventory"
+        return None, [f"Schedule {number} is {entry!r}, no dictionary; {needs}."]
+    name, which, problems = entry.get("name"), f"Schedule {number}", []
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        which = f"Schedule {name!r}"
+    else:
+        problems.append(
+            f"{which} has the name {name!r}; give 1 to 40 lower-case letters, digits and dashes, since its timer is "
+            "named after it."
         )
-    which = f"Schedule {name!r}"
     if unknown := [str(key) for key in entry if key not in KEYS]:
-        raise Wrong(f"{which} has no key {', '.join(unknown)}; it knows {', '.join(KEYS)}.")
-    for needed in ("calendar", "inventory"):
-        if not entry.get(needed):
-            raise Wrong(f"{which} lacks {needed}; give {_EXAMPLES[needed]}.")
-    given = {key: value for key, value in entry.items() if value is not None}
+        problems.append(f"{which} has no key {', '.join(unknown)}; it knows {', '.join(KEYS)}.")
+    lacking = [needed for needed in _EXAMPLES if not entry.get(needed)]
+    problems += [f"{which} lacks {needed}; give {_EXAMPLES[needed]}." for needed in lacking]
+    given = {key: value for key, value in entry.items() if value is not None and key not in lacking}
     for key, check in _CHECKS.items():
         if key in given:
             try:
                 given[key] = check(given[key])
             except Wrong as wrong:
-                raise Wrong(f"{which}, {key}: {wrong}") from None
-    return Schedule(**given)
+                problems.append(f"{which}, {key}: {wrong}")
+    return (None, problems) if problems else (Schedule(**given), [])
 
 
 _EXAMPLES = {

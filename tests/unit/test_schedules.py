@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
@@ -15,6 +16,8 @@ import pytest
 from gpu_host import cron, reset_schedule, schedule_units, schedules
 from gpu_host.schedule_units import Place
 from gpu_host.schedules import Schedule, parse, window_end, window_problem
+
+from .control_project import Project
 
 GOOD = {"name": "nightly", "calendar": "Mon..Fri 03:00", "inventory": "inventory/fleet"}
 PLACE = Place("/opt/gpu hosts", "/opt/gpu hosts/.venv/bin/python", "ops", "/home/ops", "/var/lib/r", "/etc/r", "/srv/a")
@@ -87,6 +90,9 @@ def test_what_a_schedule_may_not_say_is_refused_in_one_sentence_that_names_it(wr
 
 def test_every_wrong_schedule_gets_its_sentence_and_two_of_one_name_are_refused():
     assert len(problems({**GOOD, "policy": "x"}, {**GOOD, "name": "b", "window": "x"}, "daily")) == 3
+    several = problems({**GOOD, "policy": "x", "window": "x", "calender": "daily", "inventory": None})
+    assert [one.split(":")[0] for one in several[2:]] == ["Schedule 'nightly', policy", "Schedule 'nightly', window"]
+    assert "no key calender" in several[0] and "lacks inventory" in several[1]
     assert problems(GOOD, GOOD) == ["Two schedules are named 'nightly'; give each a name of its own."]
     assert "is no list" in parse("nightly")[1][0] and "is no list" in parse(None)[1][0]
 
@@ -154,6 +160,7 @@ def test_a_window_that_can_not_be_met_is_impossible(window, delay, firing, sente
         ("daily", "0 0 * * *"),
         ("weekly", "0 0 * * 1"),
         ("Monday", "0 0 * * 1"),
+        ("mon,THURSDAY..Sat", "0 0 * * 1,4,5,6"),
         ("*-*-*", "0 0 * * *"),
     ],
 )
@@ -163,7 +170,19 @@ def test_a_calendar_in_the_words_of_cron(calendar, line):
 
 @pytest.mark.parametrize(
     "calendar",
-    ["Mon *-*-01 03:00", "2026-01-01 03:00", "03:00:30", "03:00 Europe/Berlin", "*-*~01 03:00", "25:00", "03", "*:0/0"],
+    [
+        "Mon *-*-01 03:00",
+        "2026-01-01 03:00",
+        "03:00:30",
+        "03:00 Europe/Berlin",
+        "*-*~01 03:00",
+        "25:00",
+        "03",
+        "*:0/0",
+        "Monn 03:00",
+        "Mon..Thurs 03:00",
+        "Tues,Fri 03:00",
+    ],
 )
 def test_what_cron_can_not_say_is_refused(calendar):
     with pytest.raises(cron.NotInCron):
@@ -233,3 +252,39 @@ def test_the_readme_of_the_role_lists_every_key_of_a_schedule():
     readme = (Path(__file__).parents[2] / "roles/reset_schedule/README.md").read_text()
     listed = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
     assert listed == list(schedules.KEYS)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"reset_shedule_schedules": []},
+            "Nothing was done: no schedules are named: say -e @schedules.yml; reset_schedule_schedules: [] removes all",
+        ),
+        (
+            {
+                "reset_schedule_schedules": [],
+                "reset_schedule_schedule": [GOOD],
+                "reset_schedule_name": "of another play",
+            },
+            "Nothing was done: there is no variable reset_schedule_schedule. The role reset_schedule knows reset_sch",
+        ),
+        (
+            {"reset_schedule_schedules": [], "reset_schedule_scheduler": "atd"},
+            "Nothing was done. reset_schedule_scheduler: 'atd' is unknown; give auto, systemd or cron.",
+        ),
+    ],
+    ids=["none named", "misspelt", "unknown scheduler"],
+)
+def test_installed_schedules_stay_where_the_variables_make_no_sense(tmp_path, given, sentence):
+    installed = tmp_path / "cron/gpu-reset-nightly"
+    installed.parent.mkdir()
+    installed.write_text(schedule_units.MARK + "\n")
+    folders = {name: str(tmp_path / name) for name in ("folder", "config_folder", "unit_folder", "artifacts")}
+    values = {f"reset_schedule_{name}": path for name, path in folders.items()}
+    values |= {"reset_schedule_cron_folder": str(installed.parent), "reset_schedule_scheduler": "cron", **given}
+    values |= {"ansible_become": False, "ansible_python_interpreter": sys.executable}
+    play = Project(tmp_path / "project").play("-e", json.dumps(values), playbook="playbooks/schedule-resets.yml")
+    assert (play.status, installed.exists()) == (2, True)
+    said = " ".join(play.output.split())
+    assert sentence in said and "validate_args" not in said
