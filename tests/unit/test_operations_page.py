@@ -40,8 +40,22 @@ def test_every_playbook_is_named(name):
 
 
 def test_every_playbook_that_is_named_is_there():
-    named = set(re.findall(r"[\w-]+\.yml", PAGE)) - {"jobs.yml"}
+    named = set(re.findall(r"[\w-]+\.yml", PAGE)) - {"jobs.yml", "schedules.yml"}
     assert named <= set(PLAYBOOKS)
+
+
+def test_a_command_is_whole_and_names_its_inventory():
+    commands = re.findall(r"(.*?)playbooks/([\w-]+\.yml) -", PAGE)
+    without = [
+        name
+        for before, name in commands
+        if not before.endswith((" F ", "`ansible-playbook F ", " -i inventory/fleet "))
+    ]
+    assert len(commands) > 5 and set(without) == {"schedule-resets.yml"}  # which is for the control node itself
+
+
+def test_schedules_are_never_installed_without_the_file_that_has_them():
+    assert set(re.findall(r"playbooks/schedule-resets\.yml(.{19})", PAGE)) == {" -e @schedules.yml "}
 
 
 def test_every_link_leads_somewhere():
