@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.action import ActionBase
 
+from . import wrong_types
+
 
 class ControlModule(ActionBase):
     """An action: `spec` says what it takes, `act` does it."""
@@ -24,9 +26,10 @@ class ControlModule(ActionBase):
     def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         self.task_vars = task_vars or {}
         result: dict[str, Any] = super().run(tmp, self.task_vars)
-        validated = ArgumentSpecValidator(self.spec).validate(self.given())
+        given = self.given()
+        validated = ArgumentSpecValidator(self.spec).validate(given)
         params = validated.validated_parameters
-        if problems := validated.error_messages or self.judge(params):
+        if problems := wrong_types.reworded(validated.error_messages, self.spec, given) or self.judge(params):
             return {**result, "failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
         return {**result, "changed": False, **self.act(params)}
 

@@ -13,7 +13,7 @@ from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.loader import lookup_loader
 from ansible.utils.display import Display
 
-from . import breaker, fleet, history, history_report, hooks, records, rolling, variables, whole_file
+from . import breaker, fleet, history, history_report, hooks, records, rolling, variables, whole_file, wrong_types
 from .control_module import ControlModule
 
 ROLE = Path(__file__).resolve().parent.parent.parent / "roles" / "gpu_reset"
@@ -145,7 +145,7 @@ class ResetPlan(ControlModule):
         given = {name: variables.read(self._templar, task_vars, name) for name in spec if name in task_vars}
         validated = ArgumentSpecValidator(spec).validate(given)
         if validated.error_messages:
-            raise Refused(" ".join(validated.error_messages))
+            raise Refused(" ".join(wrong_types.reworded(validated.error_messages, spec, given)))
         switches = {name: validated.validated_parameters.get(name) for name in rolling.SWITCHES}
         if not isinstance(given.get("restart_servers", []), list):
             raise Refused('restart_servers is no list; name servers with -e \'{"restart_servers": ["name"]}\'.')

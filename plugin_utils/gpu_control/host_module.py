@@ -18,7 +18,7 @@ from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from gpu_host import arguments
 
-from . import lean, progress, records, variables
+from . import lean, progress, records, variables, wrong_types
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PACKAGE = REPOSITORY / "module_utils" / lean.PACKAGE
@@ -92,9 +92,10 @@ class HostModule(ActionBase):
         # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
         if not_ready := self.variable("gpu_host_not_ready"):
             return {"failed": True, "refused": True, "msg": str(not_ready)}
-        validated = self.validator().validate(self._given())
+        given = self._given()
+        validated = self.validator().validate(given)
         params = validated.validated_parameters
-        problems = list(validated.error_messages)
+        problems = wrong_types.reworded(validated.error_messages, self.spec, given)
         for judge in (*self.judges, self.judge):
             problems = problems or judge(params)
         if problems:

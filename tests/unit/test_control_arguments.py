@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
-from gpu_control import host_modules, lean, role_readme
+from gpu_control import host_modules, lean, role_readme, wrong_types
 from gpu_host import arguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -103,6 +103,31 @@ def without_description(option: dict) -> dict:
 
 def options(role: Path) -> dict:
     return yaml.safe_load((role / "meta/argument_specs.yml").read_text())["argument_specs"]["main"]["options"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"grace": "abc"}, "grace is 'abc', not a number."),
+        ({"free_mib": "1.5"}, "free_mib is '1.5', not a whole number."),
+        ({"probe": "perhaps"}, "probe is 'perhaps', not true or false."),
+        ({"gpus": {"0": 1}}, "gpus is {'0': 1}, not a list."),
+        ({"ports": [30000, "http"]}, "ports holds 'http', not a whole number."),
+        ({"jobs": [{"name": "a", "cpus": "many"}]}, "cpus of jobs is a value of type str, not a number."),
+        ({"key": "s3cret"}, "key is a value of type str, not a whole number."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_value_of_the_wrong_type_is_named_without_classes_of_python(given, sentence):
+    hidden = {"key": {"type": "int", "no_log": True}}
+    spec = hidden if "key" in given else arguments.DATA_JOBS if "jobs" in given else arguments.GPU_RESET
+    messages = ArgumentSpecValidator(spec).validate(given).error_messages
+    assert wrong_types.reworded(messages, spec, given) == [sentence]
+
+
+def test_what_is_not_about_types_stays_as_it_is():
+    messages = ["phases must be one or more of: evidence. Got no match for: destroy"]
+    assert wrong_types.reworded(messages, arguments.GPU_RESET, {"phases": ["destroy"]}) == messages
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
