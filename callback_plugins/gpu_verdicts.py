@@ -254,6 +254,9 @@ class CallbackModule(CallbackBase):
         file = self._folder() / records.FILE_NAME
         earlier = records.unrecorded(file, [records.record(other, host) for other in one["earlier"]])
         one["earlier"] = [other["run_id"] for other in earlier]
+        if returned.get("refused"):
+            self._remember(host, one, write=False)  # what the host has to tell of earlier runs it tells again
+            return
         self._remember(host, one, _writes(result), earlier)
 
     def _remember(
@@ -329,7 +332,10 @@ def _writes(result: Any) -> bool:
 
 
 def _why(result: Any) -> str:
-    return _one_line(result.result.get("msg") or "the task failed")
+    """The reason of a failed task; of a loop those of its items, since the loop's own says only that some failed."""
+    items = [one for one in result.result.get("results") or () if one.get("failed") or one.get("unreachable")]
+    reasons = [_one_line(one["msg"]) for one in items if one.get("msg")]
+    return " ".join(dict.fromkeys(reasons)) or _one_line(result.result.get("msg") or "the task failed")
 
 
 def _run_id(result: Any) -> str:

@@ -254,6 +254,10 @@ verdict:
   description: V(clean), V(dirty), V(unknown) or V(skipped).
   type: str
   returned: always
+refused:
+  description: Whether the call itself makes no sense on this host, so that nothing was done and nothing is recorded.
+  type: bool
+  returned: when refused
 reason:
   description: One sentence that names what makes the host dirty.
   type: str

@@ -43,7 +43,11 @@ SIMULATED = "-simulated"  # ends the driver version of a simulated host
 
 
 class Refused(Exception):
-    """The call makes no sense as it stands; the text says what was found, what was expected and what to do."""
+    """No reset as things stand; the text says what was found, what was expected and what to do."""
+
+
+class Senseless(Refused):
+    """The call itself makes no sense on this host. Nothing was changed, and there is nothing to keep a record of."""
 
 
 def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False) -> dict[str, Any]:
@@ -55,6 +59,9 @@ def run(params: Mapping[str, Any], check_mode: bool = False, diff: bool = False)
     reset = Reset(params, check_mode)
     try:
         reset.run()
+    except Senseless as reason:
+        reset.refuse(f"Nothing was done. {reason}")
+        reset.record["refused"] = True
     except (Refused, UnknownGpu, LockHeld, StorageError, leftovers.Refused) as reason:
         reset.refuse(str(reason))
     finally:
@@ -106,7 +113,12 @@ class Reset:
         if not self.check_mode:
             self._take_lock()
         with self._timed("look"):
-            self.survey.read(Deadline(READ_SECONDS))
+            try:
+                self.survey.read(Deadline(READ_SECONDS))
+            except UnknownGpu as reason:  # a mistake of the call, unless one could not be read or, later, has gone
+                if self.survey.readings.error:
+                    raise
+                raise Senseless(str(reason)) from None
             self._check_driver()
             look = self.survey.look()
             before, _ = self.survey.judge(look, self.policy)
@@ -150,9 +162,9 @@ class Reset:
 
     def _check_parameters(self) -> None:
         if problems := arguments.problems(dict(self.params)):
-            raise Refused(" ".join(problems))
+            raise Senseless(" ".join(problems))
         if os.geteuid() != 0 and not self.params["own_processes_only"]:
-            raise Refused(
+            raise Senseless(
                 f"A reset ends processes of every user and runs as uid {os.geteuid()}: use become: true, or set"
                 " own_processes_only: true when only this user's processes are meant."
             )

@@ -12,6 +12,7 @@ import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.loader import lookup_loader
 from ansible.utils.display import Display
+from gpu_host import arguments
 
 from . import breaker, fleet, history, history_report, hooks, records, rolling, variables, whole_file, wrong_types
 from .control_module import ControlModule
@@ -149,6 +150,7 @@ class ResetPlan(ControlModule):
         switches = {name: validated.validated_parameters.get(name) for name in rolling.SWITCHES}
         if not isinstance(given.get("restart_servers", []), list):
             raise Refused('restart_servers is no list; name servers with -e \'{"restart_servers": ["name"]}\'.')
+        self._refuse_senseless(validated.validated_parameters, given, task_vars)
         values = {name: variables.read(self._templar, task_vars, name) for name in hooks.VARIABLES if name in task_vars}
         if problems := hooks.problems(values):
             raise Refused(" ".join(problems))
@@ -190,6 +192,25 @@ class ResetPlan(ControlModule):
         switches = [*rolling.SWITCHES, *hooks.VARIABLES]
         if wrong := rolling.unknown_switches(task_vars, switches):
             raise Refused(f"there is no variable {', '.join(wrong)}. The plays know {', '.join(sorted(switches))}.")
+
+    def _refuse_senseless(
+        self, params: Mapping[str, Any], given: Mapping[str, Any], task_vars: Mapping[str, Any]
+    ) -> None:
+        """Refuse what makes no sense on any host. What only some hosts say is judged when their turn comes."""
+        prefix = f"{ROLE.name}_"
+        options = {
+            option: facts["default"] if (value := params.get(prefix + option)) is None else value
+            for option, facts in arguments.GPU_RESET.items()
+        }
+        options["worker_url"] = options["worker_url"] or "http://host:{port}"  # each host has its own
+        hostvars, hosts = task_vars["hostvars"], task_vars["ansible_play_hosts_all"]
+
+        def everywhere(name: str) -> bool:
+            return all(hostvars[host].get(name) == given[name] for host in hosts)
+
+        sentences = [f"{prefix}{sentence}" for sentence in arguments.problems(options)]
+        if found := [one for one in sentences if (name := one.partition(":")[0]) in given and everywhere(name)]:
+            raise Refused(" ".join(found))
 
     def _matcher(self, task_vars: dict[str, Any]) -> Callable[[str], list[str]]:
         """The hosts of a pattern, as Ansible reads it."""

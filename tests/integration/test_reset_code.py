@@ -82,3 +82,11 @@ def test_an_orphan_that_has_no_gpu_yet_is_not_ended_for_one_gpu_and_makes_the_ho
     assert server.processes() and set(server.processes()) <= orphans
     assert by_an_import(sys.executable, host)["verdict"] == "clean"
     assert not server.processes()
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_done(host: SimulatedHost) -> None:
+    server = host.start_server("well", gpus=[0]).wait_ready()
+    record = by_an_import(sys.executable, host, gpus=["99"])
+    assert record["refused"] and record["failed"]
+    assert record["reason"].startswith("Nothing was done. GPU 99 is not on this host")
+    assert server.processes() and not record["killed"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from gpu_host import server_record
 
 from .control_project import Project
 
@@ -183,7 +184,14 @@ def test_a_limit_outside_of_the_group_is_no_success(project):
     ("variable", "sentence"),
     [
         ({"gpu_reset_phases": ["evidence", "destroy"]}, "destroy"),
-        ({"gpu_reset_grace": -1}, "grace: -1.0 is no time to wait"),
+        ({"gpu_reset_grace": -1}, "Nothing was done: gpu_reset_grace: -1.0 is no time to wait"),
+        ({"gpu_reset_grace": "abc"}, "Nothing was done: gpu_reset_grace is 'abc', not a number."),
+        (
+            {"gpu_reset_lock_timeout": 1e9},
+            "gpu_reset_lock_timeout: 1000000000.0 is no time to wait; give seconds from 0",
+        ),
+        ({"gpu_reset_free_mib": -1}, "gpu_reset_free_mib: -1 is no amount of memory"),
+        ({"gpu_reset_ports": [99999]}, "gpu_reset_ports: 99999 is no port"),
         ({"gpu_reset_server_modules": ["python3"]}, "'python3' would match unrelated processes"),
         ({"gpu_reset_gpu": [4]}, "has no variable gpu_reset_gpu"),
         ({"reset_confirmed": "perhaps"}, "perhaps"),
@@ -197,6 +205,24 @@ def test_bad_input_is_refused_before_the_host_is_touched(project, variable, sent
     assert sentence in " ".join(outcome.output.split()), outcome.output
     assert "the host was touched" not in outcome.output
     assert outcome.records == []
+
+
+def test_what_one_host_alone_says_wrongly_is_refused_at_that_host(project):
+    project.host("a", {"raise": "the host was touched"}, gpu_reset_grace=1e9, gpu_reset_policy="force")
+    project.host("b")
+    outcome = project.play("-e", "reset_confirmed=true")
+    assert outcome.last_line == "Verdicts - unknown: a; clean: b"
+    assert "grace: 1000000000.0 is no time to wait" in " ".join(outcome.output.split())
+    assert [one["host"] for one in outcome.records] == ["b"]
+
+
+def test_what_the_host_itself_refuses_has_a_verdict_and_no_record(project):
+    earlier = {"run_id": "r0", "host": "own-name", "verdict": "dirty", "started": "2026-01-01T00:00:00Z"}
+    refusal = {"verdict": "unknown", "reason": "Nothing was done. GPU 99 is not on this host", "refused": True}
+    project.host("a", {**refusal, "earlier": [earlier]})
+    outcome = project.play()
+    assert (outcome.status, outcome.last_line, outcome.records) == (2, "Verdicts - unknown: a", [])
+    assert "Nothing was done. GPU 99 is not on this host" in " ".join(outcome.output.split())
 
 
 def test_the_lean_path_and_the_ordinary_module_return_the_same(project):
@@ -431,3 +457,25 @@ def test_restart_says_so_when_no_record_tells_what_to_start(project):
     assert outcome.status == 2
     assert "a is clean, but nothing was started" in " ".join(outcome.output.split())
     assert outcome.last_line == "Verdicts - clean: a"
+
+
+def test_restart_names_the_recorded_servers_where_none_is_to_start(project):
+    state = project.folder / "state"
+    (state / "servers").mkdir(parents=True, mode=0o700)
+    state.chmod(0o700)
+    server_record.save(
+        server_record.ServerRecord(name="kimi", uid=os.getuid(), argv=("python", "-m", "sglang.launch_server")),
+        str(state),
+    )
+    project.host("a", gpu_reset_state_folder=str(state), gpu_reset_own_processes_only=True)
+    outcome = project.play(playbook="playbooks/restart.yml")
+    assert outcome.status == 2
+    assert "On record and not running: kimi. Name a recorded one with" in " ".join(outcome.output.split()), outcome.output
+
+
+def test_a_server_that_is_named_and_not_recorded_is_the_reason_of_its_host(project):
+    project.host("a", {"raise": "the host was touched"}, gpu_reset_state_folder=str(project.folder / "state"))
+    outcome = project.play("-e", '{"restart_servers": ["nope"]}', playbook="playbooks/restart.yml")
+    assert outcome.status == 2 and outcome.last_line == "Verdicts - unknown: a"
+    (line,) = [one for one in outcome.output.splitlines() if one.startswith("a: unknown")]
+    assert "nope" in line and "One or more items failed" not in line
