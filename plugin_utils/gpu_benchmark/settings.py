@@ -206,7 +206,9 @@ def _bool(value: Any) -> bool:
 
 
 def _number(setting: Setting, value: Any, whole: bool) -> Any:
-    wanted = ("a whole number" if whole else "a number") + f" from {setting.least:g} to {setting.most:g}"
+    assert setting.least is not None and setting.most is not None
+    limits = f"{setting.least:.0f} to {setting.most:.0f}" if whole else f"{setting.least:g} to {setting.most:g}"
+    wanted = ("a whole number" if whole else "a number") + f" from {limits}"
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -215,7 +217,6 @@ def _number(setting: Setting, value: Any, whole: bool) -> Any:
             raise ValueError
     except ValueError:
         raise ValueError(f"{value!r} is not {wanted}.") from None
-    assert setting.least is not None and setting.most is not None
     if not setting.least <= number <= setting.most:
         raise ValueError(f"{value} is not {wanted}.")
     return int(number) if whole else number

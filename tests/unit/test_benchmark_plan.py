@@ -139,6 +139,8 @@ def test_variants_of_ones_own_say_only_what_differs():
     ("given", "words"),
     [
         ({"steps": "0"}, "benchmark_steps: 0 is not a whole number from 1 to 16."),
+        ({"output_lengths": "0"}, "benchmark_output_lengths: 0 is not a whole number from 4 to 1048576."),
+        ({"seed": "a"}, "benchmark_seed: 'a' is not a whole number from 0 to 2147483648."),
         ({"steps": [1.5]}, "benchmark_steps: 1.5 is not a whole number"),
         ({"steps": [2, 2]}, "benchmark_steps: 2 stands there twice"),
         ({"steps": []}, "benchmark_steps: the list is empty"),
