@@ -89,7 +89,7 @@ class HostModule(ActionBase):
 
     def call(self) -> dict[str, Any]:
         """Judge the parameters, run the module on the host, return its result or why nothing was done."""
-        # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/gpu_hosts.yml).
+        # A host may say in one sentence why it can't be used now (gpu_host_not_ready, see group_vars/all.yml).
         if not_ready := self.variable("gpu_host_not_ready"):
             return {"failed": True, "refused": True, "msg": str(not_ready)}
         given = self._given()
