@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ansible import constants as C
 from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
-from gpu_control import variables
+from gpu_control import role_variables, variables
 from gpu_control.control_module import ControlModule
 
 from . import calls, nodes, settings
@@ -78,6 +78,14 @@ class BenchmarkReport(BenchmarkModule):
 class BenchmarkPlan(BenchmarkModule):
     name = "benchmark_plan"
     spec = calls.SPECIFICATIONS[name]
+
+    def run(self, tmp: None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result = super().run(tmp, task_vars)
+        if result.get("refused"):
+            settings_by_option = {one.name: one.variable for one in settings.SETTINGS}
+            named = settings_by_option | SERVER_VARIABLES
+            result["msg"] = role_variables.in_words_of_the_play(result["msg"], lambda option: named.get(option, option))
+        return result
 
     def given(self) -> dict[str, Any]:
         """What the task leaves out comes from the host's variables."""

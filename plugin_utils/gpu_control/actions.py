@@ -7,7 +7,12 @@ from importlib import import_module
 from ansible.plugins.action import ActionBase
 
 # Each has a table MODULES. The first is the one whose imports a reset pays for anyway.
-TABLES = ("gpu_control.host_modules", "gpu_control.control_modules", "gpu_benchmark.modules")
+TABLES = (
+    "gpu_control.host_modules",
+    "gpu_control.control_modules",
+    "gpu_control.known_variables",
+    "gpu_benchmark.modules",
+)
 
 
 def named(name: str) -> type[ActionBase]:

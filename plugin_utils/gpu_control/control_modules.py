@@ -14,7 +14,19 @@ from ansible.plugins.loader import lookup_loader
 from ansible.utils.display import Display
 from gpu_host import arguments
 
-from . import breaker, fleet, history, history_report, hooks, records, rolling, variables, whole_file, wrong_types
+from . import (
+    breaker,
+    fleet,
+    history,
+    history_report,
+    hooks,
+    records,
+    role_variables,
+    rolling,
+    variables,
+    whole_file,
+    wrong_types,
+)
 from .control_module import ControlModule
 
 ROLE = Path(__file__).resolve().parent.parent.parent / "roles" / "gpu_reset"
@@ -66,13 +78,8 @@ class ResetHistory(ControlModule):
     }
 
     def judge(self, params: dict[str, Any]) -> list[str]:
-        prefix = "report_resets_"
-        known = [prefix + name for name in self.spec]
-        found = [
-            f"There is no variable {name}; report-resets.yml knows {', '.join(known)}."
-            for name in sorted(self.task_vars)
-            if name.startswith(prefix) and name not in known and name != f"{prefix}result"
-        ]
+        known = [f"report_resets_{name}" for name in self.spec]
+        found = role_variables.unknown(map(str, self.task_vars), "report_reset", known)
         if params["limit"] < 0:
             found.append(f"report_resets_limit: {params['limit']} is no number of resets; give 0 (all) or more.")
         if params["recent"] < history.LEAST:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ansible import constants as C
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.parsing.convert_bool import boolean
 from gpu_host import arguments, data_jobs, nccl_environment, staging_sources
 
-from . import breaker, health, hooks, lean, measuring, records, reports, together
+from . import breaker, health, hooks, lean, measuring, records, reports, role_variables, together
 from . import gate as gates
 from .host_module import PACKAGE, REPOSITORY, HostModule, display
 
@@ -27,7 +27,32 @@ class ServerInfo(HostModule):
     spec, entry = arguments.SERVER_INFO, "server_state"
 
 
-class KernelBuild(HostModule):
+class RoleModule(HostModule):
+    """One that a role calls: it refuses that role's variables by their names, and those that the role does not have."""
+
+    role: ClassVar[str]
+
+    def call(self) -> dict[str, Any]:
+        if self._task._role is None or self._task._role.get_name() != self.role:
+            return super().call()
+        known = role_variables.options(self.role)
+        if problems := role_variables.unknown(map(str, self.task_vars), f"{self.role}_", known):
+            return {"failed": True, "refused": True, "msg": "Nothing was done. " + " ".join(problems)}
+        returned = super().call()
+        if returned.get("refused"):
+            returned["msg"] = role_variables.in_words_of_the_play(returned["msg"], self._variable_of)
+        return returned
+
+    def _variable_of(self, option: str) -> str:
+        """The variable that an option of the module was given by."""
+        if option not in self.spec:
+            return option
+        names = (f"{self.role}_{option}", f"sglang_{option}")
+        return next((name for name in names if name in self.task_vars), option)
+
+
+class KernelBuild(RoleModule):
+    role = "sgl_kernel"
     spec, entry = arguments.KERNEL_BUILD, "kernel_build"
 
 
@@ -35,7 +60,8 @@ class KernelPackageInfo(HostModule):
     spec, entry = arguments.KERNEL_PACKAGE_INFO, "kernel_package"
 
 
-class JitCache(HostModule):
+class JitCache(RoleModule):
+    role = "jit_cache"
     spec, entry = arguments.JIT_CACHE, "jit_cache"
 
 
@@ -43,23 +69,30 @@ class RouterWorker(HostModule):
     spec, entry = arguments.ROUTER_WORKER, "router_worker"
 
 
-class NcclEnvironment(HostModule):
+class NcclEnvironment(RoleModule):
+    role = "nccl_env"
     spec, entry = arguments.NCCL_ENVIRONMENT, "nccl_environment"
     judges = (arguments.problems, nccl_environment.problems)
 
 
-class ModelStaging(HostModule):
+class ModelStaging(RoleModule):
+    role = "model_staging"
     spec, entry = arguments.MODEL_STAGING, "staging"
     judges = (arguments.problems, staging_sources.problems)
 
 
-class DataJobs(HostModule):
+class DataJobs(RoleModule):
+    role = "run_jobs"
     spec, entry = arguments.DATA_JOBS, "data_jobs"
     judges = (arguments.problems, data_jobs.problems)
 
 
-class GpuHostInfo(HostModule):
+class GpuHostInfo(RoleModule):
+    role = "preflight"
     spec, entry = arguments.GPU_HOST_INFO, "host_info"
+
+    def judge(self, params: dict[str, Any]) -> list[str]:
+        return reports.misspelt_codes(params["skip"])
 
     def finish(self, returned: dict[str, Any]) -> dict[str, Any]:
         if not self._task.async_val:
@@ -67,21 +100,24 @@ class GpuHostInfo(HostModule):
         return returned
 
 
-class ServerLaunch(HostModule):
+class ServerLaunch(RoleModule):
+    role = "server_launch"
     spec, entry = arguments.SERVER_LAUNCH, "server_launch"
 
     def prepare(self, params: dict[str, Any]) -> None:
         params["who"] = params["who"] or records.who()
 
 
-class ServerWatch(HostModule):
+class ServerWatch(RoleModule):
+    role = "server_watch"
     spec, entry = arguments.SERVER_WATCH, "server_watch"
 
     def prepare(self, params: dict[str, Any]) -> None:
         params.update(lean.kept(PACKAGE, "watch_look", params))
 
 
-class ServerHealth(HostModule):
+class ServerHealth(RoleModule):
+    role = "server_health"
     spec, entry = arguments.SERVER_HEALTH, "server_health"
 
     def follow(self, call: Callable[[], dict[str, Any]], params: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,20 @@ def path_of(host: str, part: str, folder: Path | None = None) -> Path:
     """Where the newest report of a host's part lies; the host's name can't lead elsewhere."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
     return (folder or records.artifacts_folder()) / FOLDER / f"{name}-{part}.json"
+
+
+def misspelt_codes(codes: Iterable[str]) -> list[str]:
+    """A sentence for each code that is nearly one of the checks. The model's and drafter's codes have no list."""
+    if not (codes := list(codes)):
+        return []
+    from gpu_host import host_info  # not paid for by calls without a switch
+
+    near = {code: difflib.get_close_matches(code, host_info.CHECKS, 1, 0.85) for code in codes}
+    return [
+        f"preflight_skip: there is no check {code!r}; did you mean {found[0]}?"
+        for code, found in near.items()
+        if found and code not in host_info.CHECKS
+    ]
 
 
 def warnings(host: str, returned: dict[str, Any]) -> list[str]:

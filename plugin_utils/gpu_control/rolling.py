@@ -110,7 +110,7 @@ def share(value: Any) -> float:
     return number
 
 
-def sizes(value: Any, count: int) -> list[int]:
+def sizes(value: Any, count: int, variable: str = "reset_serial") -> list[int]:
     """How many of ``count`` hosts each batch may have; the last size holds for all that follow. Raises Problem."""
     wanted = list(value) if isinstance(value, (list, tuple)) else [value]
     found = []
@@ -119,12 +119,12 @@ def sizes(value: Any, count: int) -> list[int]:
         match = re.fullmatch(r"(\d+)(%?)", text)
         if isinstance(one, bool) or not match or (match[2] and int(match[1]) > 100) or int(match[1]) == 0:
             raise Problem(
-                f"reset_serial is {value!r}: give the hosts of a batch as a number (5), a share (20%), or a list of"
+                f"{variable} is {value!r}: give the hosts of a batch as a number (5), a share (20%), or a list of"
                 " those for the first, the second and all further batches."
             )
         found.append(max(1, count * int(match[1]) // 100) if match[2] else int(match[1]))
     if not found:
-        raise Problem("reset_serial is an empty list: give at least one number or share.")
+        raise Problem(f"{variable} is an empty list: give at least one number or share.")
     return found
 
 

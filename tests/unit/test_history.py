@@ -426,7 +426,11 @@ def test_limit_chooses_the_hosts_and_metrics_stay_whole(tmp_path):
         ({"report_resets_limit": -1}, "report_resets_limit: -1 is no number of resets"),
         ({"report_resets_recent": 1}, "report_resets_recent: 1 is too few to compare"),
         ({"report_resets_metrics": "gpu.txt"}, "does not end in .prom"),
-        ({"report_resets_metric": "gpu.prom"}, "There is no variable report_resets_metric;"),
+        (
+            {"report_resets_metric": "gpu.prom"},
+            "There is no variable report_resets_metric; did you mean report_resets_metrics?",
+        ),
+        ({"report_reset_since": "7d"}, "There is no variable report_reset_since; did you mean report_resets_since?"),
         ({"report_resets_files": []}, "report_resets_files: no file is named"),
         ({"report_resets_files": ["gone.jsonl"]}, "There is no history in"),
         ({"report_resets_hosts": ["gpu99"]}, "No reset of gpu99 is on record"),
