@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import hypothesis
+
 ROOT = Path(__file__).resolve().parent.parent
 
 for folder in (ROOT / "module_utils", ROOT / "plugin_utils", ROOT):
@@ -17,3 +19,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get(
 # A caller's own settings (another inventory, another callback) must not reach the tests.
 for name in [name for name in os.environ if name.startswith("ANSIBLE_")]:
     del os.environ[name]
+
+# How long an example takes is decided by what else the machine does.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")

@@ -281,7 +281,7 @@ def test_installed_schedules_stay_where_the_variables_make_no_sense(tmp_path, gi
     installed.parent.mkdir()
     installed.write_text(schedule_units.MARK + "\n")
     folders = {name: str(tmp_path / name) for name in ("folder", "config_folder", "unit_folder", "artifacts")}
-    values = {f"reset_schedule_{name}": path for name, path in folders.items()}
+    values: dict[str, object] = {f"reset_schedule_{name}": path for name, path in folders.items()}
     values |= {"reset_schedule_cron_folder": str(installed.parent), "reset_schedule_scheduler": "cron", **given}
     values |= {"ansible_become": False, "ansible_python_interpreter": sys.executable}
     play = Project(tmp_path / "project").play("-e", json.dumps(values), playbook="playbooks/schedule-resets.yml")
