@@ -470,7 +470,7 @@ def test_restart_names_the_recorded_servers_where_none_is_to_start(project):
     project.host("a", gpu_reset_state_folder=str(state), gpu_reset_own_processes_only=True)
     outcome = project.play(playbook="playbooks/restart.yml")
     assert outcome.status == 2
-    assert "On record and not running: kimi. Name a recorded one with" in " ".join(outcome.output.split()), outcome.output
+    assert "On record and not running: kimi. Name a recorded one with" in " ".join(outcome.output.split())
 
 
 def test_a_server_that_is_named_and_not_recorded_is_the_reason_of_its_host(project):
