@@ -57,7 +57,9 @@ class Gate:
         if reason and not self.check_mode and self.host not in self.plan["held_out"]:
             self._count(breaker.SKIPPED)
         if reason and self.host in self.plan["held_out"]:
-            return "held out (reset_held_out)"
+            return rolling.HELD_OUT
+        if reason == rolling.HELD_OUT:  # decided by a node that is held out itself
+            return self._against(play, not_ready) or reason
         return reason
 
     def _against(self, play: Sequence[str], not_ready: Callable[[str], str]) -> str:

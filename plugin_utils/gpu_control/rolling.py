@@ -13,6 +13,7 @@ from typing import Any
 
 DEFAULT_SHARE = 0.2
 HALF_DAY = 12 * 3600.0
+HELD_OUT = "held out (reset_held_out)"
 
 # The switches of playbooks/reset.yml and restart.yml, as an argument spec. Those of a role start with its own name.
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -184,7 +185,7 @@ def why_left_out(
     of those nodes that can't be used now.
     """
     if host in held:
-        return "held out (reset_held_out)"
+        return HELD_OUT
     others = [node for node in nodes if node != host]
     if others and host in nodes:
         together = f"its server runs over {', '.join(nodes)}, which are reset together or not at all"

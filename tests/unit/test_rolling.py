@@ -269,6 +269,13 @@ def test_the_nodes_of_a_server_are_begun_together_though_the_window_ends_between
     assert begin(gate(tmp_path, "d", "c", "d", not_after=NOW)) != ""
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_node_that_is_not_held_out_itself_says_which_one_is_whoever_is_asked_first(tmp_path, order):
+    said = {host: begin(gate(tmp_path, host, "a", "b", held_out=["b"])) for host in order}
+    assert said["b"] == "held out (reset_held_out)"
+    assert said["a"].endswith("are reset together or not at all, and b is held out (reset_held_out)")
+
+
 def dirty(tmp_path: Path, host: str, before: str = "", **changes) -> None:
     if before:
         known = records.record({"verdict": before}, host)
