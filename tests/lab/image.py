@@ -43,9 +43,10 @@ printf '%s\n' 'PermitRootLogin prohibit-password' 'PasswordAuthentication no' 'U
   'AuthorizedKeysFile /etc/ssh/lab_keys .ssh/authorized_keys' > "$1/etc/ssh/sshd_config.d/lab.conf"
 for unit in systemd-timesyncd.service apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
     e2scrub_reap.service fstrim.timer systemd-firstboot.service console-getty.service getty.target \
-    systemd-resolved.service systemd-pstore.service systemd-network-generator.service cron.service; do
+    systemd-resolved.service systemd-pstore.service systemd-network-generator.service; do
   ln -sf /dev/null "$1/etc/systemd/system/$unit"
 done
+rm -f "$1/etc/systemd/system/multi-user.target.wants/cron.service" # it would be started everywhere
 : > "$1/etc/machine-id"
 rm -rf "$1"/usr/share/doc/* "$1"/usr/share/man/* "$1"/usr/share/locale/* "$1"/var/cache/apt/*
 """
