@@ -160,15 +160,20 @@ class CallbackModule(CallbackBase):
         self._close_note()
         if not self._by_host:
             return
-        merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
-        self._display.display("\n" + table.report(merged))
-        self._write_report(merged)
+        merged = self._report()
         hooks.tell_all(merged, hooks.of_play(self._play), self._display.error)
         if self._record_trouble:
             self._display.error(self._record_trouble)
         if status := self._exit_status(merged, {**stats.failures, **stats.dark}):
             # As above: what Ansible itself would not fail for. Its own callback has printed its statistics by now.
             raise SystemExit(status)
+
+    def _report(self) -> list[dict[str, Any]]:
+        """Write and print what came of each host; the records that say so."""
+        merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
+        self._write_report(merged)
+        self._display.display("\n" + table.report(merged))
+        return merged
 
     def _leave_note(self) -> None:
         """Whatever ends the run from now on, its hosts get their records: here, or from the next run."""
@@ -209,9 +214,7 @@ class CallbackModule(CallbackBase):
             self._display.error(f"Hosts of this run have no record yet: {error}")  # the note stays, for the next run
         else:
             self._close_note()
-            merged = [table.merge(ones) for _host_name, ones in sorted(self._by_host.items())]
-            self._write_report(merged)
-            self._display.display("\n" + table.report(merged))
+            self._report()
         if self._ends_by is not None:
             sys.stdout.flush()
             os.kill(os.getpid(), self._ends_by)

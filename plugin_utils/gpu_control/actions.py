@@ -10,7 +10,6 @@ from ansible.plugins.action import ActionBase
 TABLES = (
     "gpu_control.host_modules",
     "gpu_control.control_modules",
-    "gpu_control.known_variables",
     "gpu_benchmark.modules",
 )
 

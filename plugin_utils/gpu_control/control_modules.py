@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.plugins.loader import lookup_loader
 from ansible.utils.display import Display
@@ -28,8 +27,9 @@ from . import (
     wrong_types,
 )
 from .control_module import ControlModule
+from .known_variables import KnownVariables
 
-ROLE = Path(__file__).resolve().parent.parent.parent / "roles" / "gpu_reset"
+ROLE = "gpu_reset"
 CLEAR = "Look at those hosts, then say -e reset_breaker_clear=true with the next run"
 
 display = Display()
@@ -148,8 +148,9 @@ class ResetPlan(ControlModule):
             return {"failed": True, "refused": True, "kept": kept, "msg": f"Nothing was done: {reason}"}
 
     def _plan(self, task_vars: dict[str, Any]) -> dict[str, Any]:
-        self._refuse_unknown(task_vars)
-        spec = rolling.SWITCHES | _role_options()
+        options = role_variables.options(ROLE)
+        self._refuse_unknown(task_vars, options)
+        spec = rolling.SWITCHES | {name: _without_description(one) for name, one in options.items()}
         given = {name: variables.read(self._templar, task_vars, name) for name in spec if name in task_vars}
         validated = ArgumentSpecValidator(spec).validate(given)
         if validated.error_messages:
@@ -185,17 +186,16 @@ class ResetPlan(ControlModule):
         self._ask_breaker(plan, clear=bool(switches["reset_breaker_clear"]))
         return plan
 
-    def _refuse_unknown(self, task_vars: Mapping[str, Any]) -> None:
-        options = _role_options()
+    def _refuse_unknown(self, task_vars: Mapping[str, Any], options: Collection[str]) -> None:
         # A misspelt gpu_reset_gpus would reset the whole host.
         unknown = [
             name
             for name in task_vars
-            if name.startswith(f"{ROLE.name}_") and name not in options and not name.endswith("_result")
+            if name.startswith(f"{ROLE}_") and name not in options and not name.endswith("_result")
         ]
         if unknown:
             names, known = ", ".join(sorted(unknown)), ", ".join(sorted(options))
-            raise Refused(f"the role {ROLE.name} has no variable {names}. It knows {known}.")
+            raise Refused(f"the role {ROLE} has no variable {names}. It knows {known}.")
         switches = [*rolling.SWITCHES, *hooks.VARIABLES]
         if wrong := rolling.unknown_switches(task_vars, switches):
             raise Refused(f"there is no variable {', '.join(wrong)}. The plays know {', '.join(sorted(switches))}.")
@@ -204,7 +204,7 @@ class ResetPlan(ControlModule):
         self, params: Mapping[str, Any], given: Mapping[str, Any], task_vars: Mapping[str, Any]
     ) -> None:
         """Refuse what makes no sense on any host. What only some hosts say is judged when their turn comes."""
-        prefix = f"{ROLE.name}_"
+        prefix = f"{ROLE}_"
         options = {
             option: facts["default"] if (value := params.get(prefix + option)) is None else value
             for option, facts in arguments.GPU_RESET.items()
@@ -250,14 +250,13 @@ class ResetPlan(ControlModule):
             raise Refused(f"{error}.", kept=True) from error
 
 
-def _role_options() -> dict[str, dict[str, Any]]:
-    specs = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text(encoding="utf-8"))
-    options: dict[str, dict[str, Any]] = specs["argument_specs"]["main"]["options"]
-    return {name: {key: value for key, value in one.items() if key != "description"} for name, one in options.items()}
+def _without_description(option: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in option.items() if key != "description"}
 
 
 MODULES: dict[str, type[ControlModule]] = {
     "fleet_memory": FleetMemory,
+    "known_variables": KnownVariables,
     "reset_history": ResetHistory,
     "reset_plan": ResetPlan,
 }

@@ -1,4 +1,4 @@
-"""The module known_variables: a play's own switches, judged before any host is touched. action_plugins/ links here."""
+"""The module known_variables: a play's own switches, judged before any host is touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,3 @@ class KnownVariables(ControlModule):
 
     def act(self, params: dict[str, Any]) -> dict[str, Any]:
         return {"msg": "All variables are known."}
-
-
-MODULES: dict[str, type[ControlModule]] = {"known_variables": KnownVariables}
-"""By the name of the module and of its action plugin."""

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from ansible.plugins.loader import fragment_loader
 from ansible.utils.plugin_docs import get_docstring
-from gpu_control import actions, control_modules, host_modules, known_variables
+from gpu_control import actions, control_modules, host_modules
 from gpu_host import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,6 @@ NAMES = sorted(path.stem for path in (ROOT / "library").glob("*.py"))
 SPECS: dict[str, Mapping[str, dict[str, Any]]] = {
     **{name: module.spec for name, module in host_modules.MODULES.items()},
     **{name: module.spec for name, module in control_modules.MODULES.items()},
-    "known_variables": known_variables.KnownVariables.spec,
     "checkpoint_info": arguments.CHECKPOINT_INFO,
     "eagle3_drafter": arguments.EAGLE3_DRAFTER,
     "model_delegation": arguments.MODEL_DELEGATION,
