@@ -66,6 +66,7 @@ class CallbackModule(CallbackBase):
         self._play_name = ""
         self._play: Any = None
         self._record_trouble = ""
+        self._before = records.START  # where the file of records ended when the first play that resets began
         self._run = {"play": records.new_run_id(), "schedule": ""}
         self._hosts: dict[str, None] = {}  # all that the plays that reset are for, in their order
         self._patterns: set[str] = set()
@@ -83,6 +84,8 @@ class CallbackModule(CallbackBase):
         self._play_resets = _has(play, MODULE, PLAN)
         self._play_name = play.get_name()
         self._play = play
+        if self._play_resets and not self._patterns:
+            self._before = records.Place.at_the_end_of(self._folder() / records.FILE_NAME)
         if self._play_resets and str(play.hosts) not in self._patterns:  # each batch is a start of the same play
             self._patterns.add(str(play.hosts))
             known = play.get_variable_manager().get_vars(play=play, include_hostvars=False)
@@ -270,7 +273,7 @@ class CallbackModule(CallbackBase):
             return
         file = self._folder() / records.FILE_NAME
         try:
-            records.append(file, [*(earlier or []), one])
+            records.append(file, [*(earlier or []), one], records.START if earlier else self._before)
         except OSError as error:
             self._record_trouble = (
                 f"The record of {host} could not be written to {file} ({error.strerror}): free the disk or set "

@@ -105,14 +105,15 @@ def _everything(process: Process) -> bool:
 class Surroundings:
     """What the judgement rests on.
 
-    `alive`: servers and compilers that live on (in check mode without those that would be ended).
+    `alive` tells the servers and compilers that live on (in check mode without those that would be ended); it is
+    asked only when there is a file to judge.
     `as_if_dead`: pids that check mode takes for dead. `sees`: the processes that count as holders, all of them
     unless the folders belong to a narrower scope alone. `own_folders`: folders declared to be ours alone, though
     they are mounted from outside this guest.
     """
 
     proc: Proc
-    alive: tuple[Process, ...] = ()
+    alive: Callable[[], tuple[Process, ...]] = tuple
     as_if_dead: frozenset[int] = frozenset()
     sees: Callable[[Process], bool] = _everything
     own_folders: tuple[str, ...] = ()
@@ -240,7 +241,7 @@ def _why_used(surroundings: Surroundings, item: Leftover, facts: os.stat_result,
         if creator is not None:
             return f"its creator {creator.name} (pid {creator.pid}) lives"
     else:
-        server = next((process for process in surroundings.alive if process.uid == facts.st_uid), None)
+        server = next((process for process in surroundings.alive() if process.uid == facts.st_uid), None)
         if server is not None:
             return f"{server.name} (pid {server.pid}) of the same user lives and may own it"
     hidden = holders.could_hold(facts)

@@ -75,15 +75,20 @@ class Proc:
 
     def _bytes(self, pid: int | str, name: str) -> bytes | None:
         try:
-            with open(f"{self.root}/{pid}/{name}", "rb", buffering=0) as file:
-                parts: list[bytes] = []
-                while True:
-                    part = file.read(65536)
-                    if not part:
-                        return b"".join(parts)
-                    parts.append(part)
+            descriptor = os.open(f"{self.root}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
+        try:
+            parts: list[bytes] = []
+            while True:
+                part = os.read(descriptor, 65536)
+                if not part:
+                    return b"".join(parts)
+                parts.append(part)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
 
     def _link(self, pid: int, name: str) -> str:
         try:
@@ -123,17 +128,17 @@ class Proc:
     def process(self, pid: int) -> Process | None:
         """The process under this pid, or None when there is none."""
         stat = self._bytes(pid, "stat")
-        status = self._bytes(pid, "status")
-        if stat is None or status is None:
+        if stat is None:
             return None
         try:
             # comm may hold blanks and parentheses: the last ")" ends it.
             head, _, tail = stat.decode("utf-8", "replace").rpartition(")")
             comm = head.partition("(")[2]
             fields = tail.split()
-            flags = int(fields[6])
-            facts = _status_facts(status)
-            kernel_thread = bool(flags & PF_KTHREAD)
+            kernel_thread = bool(int(fields[6]) & PF_KTHREAD)
+            status = b"" if kernel_thread else self._bytes(pid, "status")
+            if status is None:
+                return None
             return Process(
                 pid=pid,
                 ppid=int(fields[1]),
@@ -147,10 +152,10 @@ class Proc:
                 kernel_thread=kernel_thread,
                 argv=() if kernel_thread else _words(self._bytes(pid, "cmdline") or b""),
                 exe="" if kernel_thread else self._link(pid, "exe"),
-                uid=facts["uid"],
-                namespaced_pid=facts.get("nspid", pid),
+                uid=0 if kernel_thread else int(_status_words(status, b"Uid:")[0]),
+                namespaced_pid=int((_status_words(status, b"NSpid:") or [b"%d" % pid])[-1]),
             )
-        except (IndexError, ValueError, KeyError):
+        except (IndexError, ValueError):
             return None
 
     def start_ticks(self, pid: int) -> int | None:
@@ -253,11 +258,6 @@ def _words(raw: bytes) -> tuple[str, ...]:
     return tuple(text.decode("utf-8", "surrogateescape").split("\0")) if text else ()
 
 
-def _status_facts(status: bytes) -> dict[str, int]:
-    facts: dict[str, int] = {}
-    for line in status.splitlines():
-        if line.startswith(b"Uid:"):
-            facts["uid"] = int(line.split()[1])
-        elif line.startswith(b"NSpid:"):
-            facts["nspid"] = int(line.split()[-1])
-    return facts
+def _status_words(status: bytes, name: bytes) -> list[bytes]:
+    """The words of one line of /proc/<pid>/status, none where the line is missing."""
+    return status.partition(b"\n" + name)[2].partition(b"\n")[0].split()

@@ -7,6 +7,7 @@ touched before every parameter, the driver and the GPUs named have been found to
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pwd
 import time
@@ -406,7 +407,7 @@ class Reset:
         doomed = frozenset(look.chosen) if self.check_mode else frozenset()
         surroundings = leftovers.Surroundings(
             self.proc,
-            alive=self._living_users(look, doomed),
+            alive=functools.cache(lambda: self._living_users(look, doomed)),
             as_if_dead=doomed,
             sees=lambda process: self.scope.sees(self.proc, process),
             own_folders=(self.scope.folder,) if self.scope.folder else (),

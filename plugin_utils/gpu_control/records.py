@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,29 @@ def line(one: dict[str, Any]) -> bytes:
     return json.dumps(one, ensure_ascii=True, default=str).encode() + b"\n"
 
 
-def append(file: Path, new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Place:
+    """How far a file of records was written at some moment: its inode and its bytes, nothing where it was not there."""
+
+    inode: int = 0
+    size: int = 0
+
+    @classmethod
+    def at_the_end_of(cls, file: Path) -> Place:
+        try:
+            facts = file.stat()
+        except OSError:
+            return cls()
+        return cls(facts.st_ino, facts.st_size)
+
+
+START = Place()
+
+
+def append(file: Path, new: Iterable[dict[str, Any]], since: Place = START) -> list[dict[str, Any]]:
     """Append records whose run id and host are not in the file yet; returns those written.
 
+    ``since`` is where the file ended before these runs began: what was written before, years of it, is not searched.
     Under a lock, so that concurrent runs lose no line; nothing already written is ever changed. A last line that
     was cut short (a full disk, a crash) is ended by a newline first, so that it does not swallow the next one.
     Raises OSError where the file can't be written; then nothing of these records is in it.
@@ -110,10 +131,13 @@ def append(file: Path, new: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
+        facts = os.fstat(descriptor)
+        size = facts.st_size
+        same_file = since.inode == facts.st_ino and since.size <= size  # or was it rotated meanwhile?
+        first = since.size if same_file else 0
         written: list[dict[str, Any]] = []
         for one in new:
-            if not any(_same_run(one, other) for other in written) and not _holds(descriptor, size, one):
+            if not any(_same_run(one, other) for other in written) and not _holds(descriptor, first, size, one):
                 written.append(one)
         text = b"".join(line(one) for one in written)
         if text and size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -136,12 +160,13 @@ def _same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return (one["run_id"], one["host"]) == (other["run_id"], other["host"])
 
 
-def _holds(descriptor: int, size: int, one: dict[str, Any]) -> bool:
-    if not size:
+def _holds(descriptor: int, first: int, size: int, one: dict[str, Any]) -> bool:
+    """Whether the record is in the file, at its byte ``first`` or after it."""
+    if first >= size:
         return False
     needle = f'"run_id": {json.dumps(one["run_id"])}, "host": {json.dumps(one["host"])}'.encode()
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as content:
-        return content.find(needle) >= 0
+        return content.find(needle, first) >= 0
 
 
 def last_recorded_run(file: Path, host: str) -> str:
@@ -200,7 +225,7 @@ def unrecorded(file: Path, some: Iterable[dict[str, Any]]) -> list[dict[str, Any
         return some
     try:
         size = os.fstat(descriptor).st_size
-        return [one for one in some if not _holds(descriptor, size, one)]
+        return [one for one in some if not _holds(descriptor, 0, size, one)]
     finally:
         os.close(descriptor)
 

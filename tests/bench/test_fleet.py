@@ -62,24 +62,21 @@ class Fleet:
         folder = self.folder / f"fleet-{number}-{hung}"
         folder.mkdir(exist_ok=True)
         hosts = {
-            f"gpu{count:04}": {
+            name(count): {
                 "ansible_host": address(count),
+                "gpu_reset_scope_folder": f"/srv/{name(count)}",
+                "gpu_reset_state_folder": f"/var/lib/{name(count)}",
                 **({"ansible_port": HANGS} if count >= number - hung else {}),
             }
             for count in range(number)
         }
-        variables = {
-            **self.host.lab.inventory()["all"]["children"]["gpu_hosts"]["vars"],  # type: ignore[index]
-            "gpu_reset_scope_folder": "/srv/{{ inventory_hostname }}",
-            "gpu_reset_state_folder": "/var/lib/{{ inventory_hostname }}",
-        }
+        variables = self.host.lab.inventory()["all"]["children"]["gpu_hosts"]["vars"]  # type: ignore[index]
         tree = {"all": {"children": {"gpu_hosts": {"vars": variables, "children": {"blackwell": {"hosts": hosts}}}}}}
         (folder / "hosts.json").write_text(json.dumps(tree))
         if not (folder / "group_vars").is_symlink():
             (folder / "group_vars").symlink_to(REPOSITORY / "group_vars")
         (folder / "addresses").write_text("".join(f"{address(count)}\n" for count in range(number - hung)))
-        names = " ".join(f"/srv/{name}" for name in hosts)
-        self.host.ssh(f"mkdir -p {names}")
+        self.host.ssh("mkdir -p " + " ".join(f"/srv/{host}" for host in hosts))
         return folder
 
     def reset(self, inventory: Path) -> Run:
@@ -87,8 +84,10 @@ class Fleet:
         artifacts = self.folder / f"artifacts-{inventory.name}"
         command = ["ansible-playbook", "-i", str(inventory), "playbooks/reset.yml", "-e", "reset_confirmed=true"]
         environment = {**os.environ, **self.host.lab.ansible_environment(), "GPU_ARTIFACTS": str(artifacts)}
-        # Connections of its own: those of the run before stay open for a minute.
+        # Connections of its own: those of the run before would stay open for a minute. And none that stays for long:
+        # its sshd is one more process on the machine that all the "hosts" share, and each of them looks at every one.
         environment["ANSIBLE_SSH_CONTROL_PATH_DIR"] = tempfile.mkdtemp(dir=self.host.lab.control_paths)
+        environment["ANSIBLE_SSH_ARGS"] = "-o ControlMaster=auto -o ControlPersist=5s"
         used, began = children_seconds(), time.perf_counter()
         with (self.folder / "play.log").open("w") as log:
             whole = [*self.inside, *command]
@@ -132,6 +131,10 @@ class Watched:
                     rollup = Path(f"/proc/{child}/smaps_rollup").read_text()
                     kib = sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private_"))
                     self.most_mib = max(self.most_mib, kib / 1024)
+
+
+def name(count: int) -> str:
+    return f"gpu{count:04}"
 
 
 def address(count: int) -> str:

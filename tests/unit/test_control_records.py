@@ -60,6 +60,20 @@ def test_a_run_is_written_once(tmp_path):
     assert [(x["run_id"], x["host"]) for x in lines(file)] == [("r1", "a"), ("r1", "b")]
 
 
+def test_what_was_written_before_a_run_began_is_searched_again_only_where_the_file_is_another_one(tmp_path):
+    file = tmp_path / "r.jsonl"
+    one, other = (records.record({"run_id": run_id, "verdict": "clean"}, "a") for run_id in ("r1", "r2"))
+    at_first = records.Place.at_the_end_of(file)
+    assert records.append(file, [one], at_first) == [one]
+    later = records.Place.at_the_end_of(file)
+    assert records.append(file, [one], at_first) == []
+    assert records.append(file, [other], later) == [other]
+    assert records.append(file, [other], later) == []
+    file.rename(tmp_path / "r.jsonl.1")
+    (tmp_path / "r.jsonl").write_bytes(records.line(other))
+    assert records.append(file, [other], later) == [], "the file was rotated: all of the new one is searched"
+
+
 def test_a_line_that_was_cut_short_stays_as_it_is_and_swallows_nothing(tmp_path):
     file = tmp_path / "r.jsonl"
     file.write_bytes(b'{"schema": 1, "run_id": "r0", "ho')

@@ -148,16 +148,24 @@ def test_a_segment_that_is_mapped_under_another_name_stays(tmp_path: Path, start
     assert not item.deletable and f"pid {holder.pid}" in item.why_kept
 
 
+def test_nobody_looks_for_living_servers_where_nothing_was_left_behind(tmp_path: Path) -> None:
+    def alive() -> tuple[Process, ...]:
+        raise AssertionError("a look at all processes for nothing")
+
+    segment(tmp_path, "a_name_of_nobody")
+    assert find(replace(HERE, alive=alive), shm_folder=str(tmp_path), lock_folders=[str(tmp_path)]) == []
+
+
 @pytest.mark.parametrize("name", PIDLESS)
 def test_a_name_without_pid_goes_only_when_no_server_of_that_user_lives(
     tmp_path: Path, start: Starter, name: str
 ) -> None:
     path = segment(tmp_path, name)
     server = alive(start("nothing"))
-    with_server = replace(HERE, alive=(server,))
+    with_server = replace(HERE, alive=lambda: (server,))
     item = only(find(with_server, shm_folder=str(tmp_path)))
     assert not item.deletable and f"pid {server.pid}" in item.why_kept
-    of_another = replace(HERE, alive=(replace(server, uid=server.uid + 1),))
+    of_another = replace(HERE, alive=lambda: (replace(server, uid=server.uid + 1),))
     item = only(find(of_another, shm_folder=str(tmp_path)))
     assert item.deletable
     assert not remove(item, with_server).removed, "a server that came meanwhile keeps it"
@@ -478,7 +486,7 @@ def test_a_lock_in_whose_folder_a_compiler_still_works_stays(tmp_path: Path, sta
 def test_a_lock_stays_while_a_server_of_the_same_user_lives(tmp_path: Path, start: Starter) -> None:
     lock_at(tmp_path)
     server = alive(start("nothing"))
-    assert f"pid {server.pid}" in only(locks(tmp_path, replace(HERE, alive=(server,)))).why_kept
+    assert f"pid {server.pid}" in only(locks(tmp_path, replace(HERE, alive=lambda: (server,)))).why_kept
 
 
 def test_a_mapped_file_that_is_also_called_lock_owns_no_lock(tmp_path: Path, start: Starter) -> None:

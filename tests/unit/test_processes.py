@@ -1,6 +1,9 @@
 """Which processes a reset would end: recorded cases, random trees, and what it refuses to be told."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,17 @@ def test_each_process_is_named_as_it_was_started(case: dict[str, Any], tmp_path:
             assert findings[fields["pid"]].group == findings[fields["group_of"]].group
         if "main" in fields:
             assert findings[fields["pid"]].main == fields["main"]
+
+
+def test_a_name_that_looks_like_a_line_of_the_status_gives_nobody_another_user() -> None:
+    words = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'x\\rUid:\\t7', 0, 0, 0); print(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE) as liar:
+        assert liar.stdout is not None
+        liar.stdout.readline()
+        seen = Proc().process(liar.pid)
+        liar.kill()
+    assert seen is not None
+    assert (seen.comm, seen.uid, seen.namespaced_pid) == ("x\rUid:\t7", os.getuid(), liar.pid)
 
 
 def test_ourselves_and_our_ancestors_are_never_chosen_even_under_a_server(tmp_path: Path) -> None:
