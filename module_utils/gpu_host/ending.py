@@ -40,11 +40,12 @@ class Diary(Protocol):
 
 @dataclass
 class _Victim:
-    """``first`` is what it was when first seen and what the record says; ``target`` holds what it is now."""
+    """``first`` is what it was when first seen and what the record says; ``target`` what it is, ``since`` when."""
 
     first: Finding
     target: Target
     seen: float
+    since: float
     signal: str = "none"
     refused: str = ""
     ended: float | None = None
@@ -153,12 +154,13 @@ class Ending:
                 # The same process under a new name or in a new state: worker turned orphan, child given its title.
                 if known.ended is None and known.finding != finding:
                     if finding.kind != known.finding.kind:
-                        known.seen = self._clock()
+                        known.since = self._clock()
                     known.target = Target(finding, known.target.pidfd)
                 continue
             target = take(self._proc, finding)
             if target is not None:
-                self._victims[identity] = _Victim(finding, target, self._clock())
+                now = self._clock()
+                self._victims[identity] = _Victim(finding, target, seen=now, since=now)
 
     def _let_go(self, processes: Mapping[int, Process], chosen: Mapping[int, Finding]) -> None:
         """Drop those that execute another program by now, which nobody judged a server: pid and start time stay.
@@ -222,7 +224,7 @@ class Ending:
 
     def _pass_term_on(self) -> None:
         """TERM to a server whose container's first process is a shell around it, which as pid 1 ignores its own."""
-        due = [one for one in self._wrapped if one.ended is None and one.seen <= self._clock() - WRAPPER_SECONDS]
+        due = [one for one in self._wrapped if one.ended is None and one.since <= self._clock() - WRAPPER_SECONDS]
         self._wrapped = [one for one in self._wrapped if one not in due]
         for victim in due:
             victim.signal = "none"
@@ -253,7 +255,7 @@ class Ending:
             self._pass_term_on()
             late = self._clock() - LINGER_SECONDS
             self._signal(
-                [victim for victim in alive if victim.finding.kind == "orphan" and victim.seen <= late], signal.SIGKILL
+                [victim for victim in alive if victim.finding.kind == "orphan" and victim.since <= late], signal.SIGKILL
             )
             self._end_headless(alive, late)
             alive = self._step(deadline)
@@ -264,7 +266,7 @@ class Ending:
         Nobody is there any more who could tell these to stop, or who waits for what they compute.
         """
         for main in alive:
-            if not main.finding.main or not main.finding.group or main.seen > late:
+            if not main.finding.main or not main.finding.group or main.since > late:
                 continue
             from . import later_rank  # not needed for a server of one host
 
