@@ -84,9 +84,9 @@ class CallbackModule(CallbackBase):
         self._play_resets = _has(play, MODULE, PLAN)
         self._play_name = play.get_name()
         self._play = play
-        if self._play_resets and not self._patterns:
-            self._before = records.Place.at_the_end_of(self._folder() / records.FILE_NAME)
         if self._play_resets and str(play.hosts) not in self._patterns:  # each batch is a start of the same play
+            if not self._patterns:
+                self._before = records.Place.at_the_end_of(self._folder() / records.FILE_NAME)
             self._patterns.add(str(play.hosts))
             known = play.get_variable_manager().get_vars(play=play, include_hostvars=False)
             self._hosts.update(dict.fromkeys(known["ansible_play_hosts_all"]))

@@ -7,6 +7,7 @@ proven unused stays, with the reason. Nothing but the three kinds is ever consid
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import os
 import pwd
@@ -124,19 +125,6 @@ class Surroundings:
         return look(self.proc, self.sees, self.as_if_dead)
 
 
-class _OneLook:
-    """Looks at all processes once, and only when there is a file to ask about."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-        self._holders: Holders | None = None
-
-    def __call__(self) -> Holders:
-        if self._holders is None:
-            self._holders = self._surroundings.look()
-        return self._holders
-
-
 def find(
     surroundings: Surroundings,
     bytecode_paths: Sequence[str] = (),
@@ -147,7 +135,7 @@ def find(
     """Every leftover in the named places, deletable or not. Refused when a named tree can't be one."""
     trees = [tree for name in bytecode_paths for tree in bytecode_trees(name, module_search_path)]
     found = [item for tree in dict.fromkeys(trees) for item in _bytecode(surroundings, tree)]
-    holders = _OneLook(surroundings)
+    holders = functools.cache(surroundings.look)  # once, and only when there is a file to ask about
     for folder in dict.fromkeys(lock_folders):
         found += _locks(surroundings, folder, holders)
     if shm_folder:
@@ -304,7 +292,7 @@ def _reaches(proc: Proc, pid: int, device: int) -> bool:
     return any(mount.device == name for mount in theirs)
 
 
-def _segments(surroundings: Surroundings, path: str, holders: _OneLook) -> Iterator[Leftover]:
+def _segments(surroundings: Surroundings, path: str, holders: Callable[[], Holders]) -> Iterator[Leftover]:
     try:
         folder, _ = filesystems.open_folder(path)
     except OSError:
@@ -359,7 +347,7 @@ def default_lock_folders(uids: Iterable[int], environments: Iterable[Mapping[str
     return list(dict.fromkeys(folders))
 
 
-def _locks(surroundings: Surroundings, root: str, holders: _OneLook) -> Iterator[Leftover]:
+def _locks(surroundings: Surroundings, root: str, holders: Callable[[], Holders]) -> Iterator[Leftover]:
     for path in _extension_folders(root):
         try:
             folder, link_owners = filesystems.open_folder(path)

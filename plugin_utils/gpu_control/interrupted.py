@@ -72,8 +72,7 @@ class Note:
         self._artifacts = artifacts
         self._path = artifacts / FOLDER / f"{plan['id']}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = artifacts / records.FILE_NAME
-        number = file.stat().st_ino if file.exists() else 0
+        number = records.Place.at_the_end_of(artifacts / records.FILE_NAME).inode
         self._run = Run(plan["id"], plan["schedule"], records.timestamp(), tuple(hosts), str(tally), number)
         passing = self._path.with_suffix(f".{os.getpid()}")
         self._descriptor = os.open(passing, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
